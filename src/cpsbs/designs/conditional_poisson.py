@@ -1,0 +1,384 @@
+"""Conditional Poisson sampling: K of N, with probability proportional to the product of weights.
+
+    Q(Y) = Π_{n ∈ Y} w_n / Z   for |Y| = K,      Z = Σ_{|Y| = K} Π_{n ∈ Y} w_n        (eq:q)
+
+Flip a coin with odds w_n for every item and look only at the outcomes with K heads: that is the
+design, and the one of largest entropy among those with its inclusion probabilities. Beam search is
+its limit for w_n = p_n^{1/τ}, τ → 0; drawing from it at every step of that recursion instead is the
+paper's conditional Poisson stochastic beam search.
+
+Weights are given as logarithms. -inf: never taken; +inf: always taken (*forced*).
+How the numbers come about is told in ``cpsbs.polynomials``.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from cpsbs.designs.fitting import fit_log_weights
+from cpsbs.polynomials import inclusion, normalizer
+from cpsbs.polynomials.draws import draw
+from cpsbs.polynomials.population import split
+
+
+class ConditionalPoisson:
+    """The conditional Poisson design over K of N items.
+
+    Everything is computed and returned in float64, on the device of the weights.
+    ``log_normalizer``, ``log_inclusion``, ``log_inclusion_of``, ``log_prob`` and ``entropy`` are
+    differentiable with respect to ``log_weights``.
+
+    Args:
+        log_weights: [..., N], of any floating dtype. Leading dimensions are independent designs.
+        k: K, how many items a sample has; the same for the whole batch.
+
+    Raises:
+        ValueError: for a NaN among the weights, a K outside 0…N, and rows with more than K forced
+            items or fewer than K items of positive weight.
+    """
+
+    def __init__(self, log_weights: Tensor, k: int) -> None:
+        _check_arguments("log_weights", log_weights, k)
+        self.log_weights = log_weights
+        self.k = k
+        self._population = split(
+            log_weights.detach().reshape(math.prod(self.batch_shape), self.n), k
+        )
+
+    def __repr__(self) -> str:
+        return f"ConditionalPoisson(k={self.k}, log_weights={list(self.log_weights.shape)})"
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        """The leading dimensions."""
+        return self.log_weights.shape[:-1]
+
+    @property
+    def n(self) -> int:
+        """N, the number of items."""
+        return self.log_weights.shape[-1]
+
+    @classmethod
+    def from_log_probs(
+        cls,
+        log_p: Tensor,
+        k: int,
+        weights: Literal["odds", "probability"] = "odds",
+        anneal: float = 1.0,
+    ) -> ConditionalPoisson:
+        """The design with weights made of probabilities, as the search uses it.
+
+        "odds" are the paper's w = p/(1 − p), with which the inclusion probabilities come close to p
+        where these sum to K (§3, *Setting w_n*); an item with p = 1 is always taken. "probability"
+        is w = p, which for K = 1 is ordinary sampling.
+
+        ``anneal`` is the paper's annealing of the design, w ↦ w^{1/τ}; as it goes to 0 the sample
+        becomes the set of the K most probable items, ties broken uniformly at random. It is not the
+        temperature of a model: that one changes p itself.
+
+        Args:
+            log_p: [..., N] logarithms of probabilities, so at most 0; they need not sum to one.
+            k: K.
+            weights: "odds" or "probability".
+            anneal: τ ≥ 0; 0 is the limit itself.
+        """
+        _check_arguments("log_p", log_p, k)
+        if weights not in ("odds", "probability"):
+            raise ValueError(f'weights is {weights!r}; allowed are "odds" and "probability"')
+        if not 0 <= anneal < math.inf:
+            raise ValueError(f"anneal is {anneal}; allowed are finite numbers from 0 on")
+        if log_p.numel() and not (largest := float(log_p.max())) <= 1e-3:  # also if it is NaN
+            raise ValueError(f"log_p has {largest}; a log-probability is at most 0")
+        log_weights = log_p.to(torch.float64).clamp(max=0.0)
+        if weights == "odds":
+            # log p − log(1 − p); −expm1(log p) = 1 − p keeps its relative accuracy at both ends.
+            log_weights = log_weights - (-torch.expm1(log_weights)).log()
+        if anneal != 1.0:
+            log_weights = _anneal(log_weights, k, anneal)
+        return cls(log_weights, k)
+
+    @classmethod
+    def fit(cls, inclusion: Tensor, k: int) -> ConditionalPoisson:
+        """The design with these inclusion probabilities.
+
+        It exists and is unique up to the scale of its weights whenever 0 ≤ π ≤ 1 and Σ π = K. It
+        minimises the convex log Z(x) − Σ_n π_n x_n, whose gradient is the error in the inclusion
+        probabilities; see ``cpsbs.designs.fitting``.
+
+        Args:
+            inclusion: [..., N] inclusion probabilities; they may be exactly 0 and 1. float64
+                targets are met to 1e-10 if they sum to K to 1e-10.
+            k: K.
+        """
+        _check_arguments("inclusion", inclusion, k)
+        log_weights = fit_log_weights(
+            inclusion.detach(), k, lambda x: cls(x, k)._log_inclusion_odds()
+        )
+        return cls(log_weights, k)
+
+    # ------------------------------------------------------------------ probabilities
+
+    @property
+    def log_normalizer(self) -> Tensor:
+        """[...] log Z = log e_K(w) (eq:naive); over the free items, where some are forced."""
+        population = self._population
+        scale = (self.k - population.forced) * population.reference
+        return self._relative_log_normalizer + scale.view(self.batch_shape)
+
+    @property
+    def log_inclusion(self) -> Tensor:
+        """[..., N] log π_n, the logarithm of the probability that item n is in the sample."""
+        if self._wants_gradient:
+            return _LogInclusion.apply(self.log_weights, self)
+        return self._log_inclusion.view(self.log_weights.shape)
+
+    def log_inclusion_of(self, indices: Tensor) -> Tensor:
+        """[..., m] log π_n of these items [..., m] only, without computing the other N.
+
+        ``indices`` may have more leading dimensions than the design, as samples do.
+        """
+        index = self._rows_of_indices("indices", indices)
+        if self._wants_gradient:
+            values = self.log_inclusion.view(self._population.log_weights.shape).expand(
+                len(index), -1, -1
+            )
+            return values.gather(-1, index).view(self._shape_of(indices))
+        with torch.inference_mode():
+            values = inclusion.log_inclusion_at(self._population, self._relative_weights(index))
+        return values.clone().view(self._shape_of(indices))
+
+    def log_prob(self, subset: Tensor) -> Tensor:
+        """[...] log Q(Y) of the subsets [..., K]; the order of the items does not matter."""
+        if subset.shape[-1:] != (self.k,):
+            raise ValueError(
+                f"subset has shape {list(subset.shape)}; its last dimension must be k = {self.k}"
+            )
+        index = self._rows_of_indices("subset", subset, distinct=True)
+        y = self._relative_weights(index, self.log_weights)
+        forced = y == math.inf
+        product = torch.where(forced, 0.0, y).sum(-1)
+        normalizer = self._relative_log_normalizer.view(-1)
+        missing = forced.sum(-1) < self._population.forced
+        log_q = torch.where(missing, -math.inf, product - normalizer)
+        return log_q.view(self._shape_of(subset)[:-1])
+
+    def joint_log_inclusion(self, subset: Tensor) -> Tensor:
+        """[..., m, m] log P(i and j are both in) for the items [..., m]; the diagonal is log π_i.
+
+        P(i, j) = π_i · P(j | i), and the design given i is conditional Poisson with K − 1 of the
+        others: no difference of nearly equal numbers, whether weights are tied or not.
+        """
+        index = self._rows_of_indices("subset", subset, distinct=True)
+        y = self._relative_weights(index)
+        single = inclusion.log_inclusion_at(self._population, y)
+        given = torch.stack([inclusion.log_conditional_inclusion(self._population, s) for s in y])
+        joint = torch.where(single[..., None] == -math.inf, -math.inf, single[..., None] + given)
+        joint.diagonal(dim1=-2, dim2=-1).copy_(single)
+        shape = self._shape_of(subset)
+        return joint.view(*shape, shape[-1])
+
+    def entropy(self) -> Tensor:
+        """[...] −Σ_Y Q(Y) log Q(Y), in nats.
+
+        With Y* the K largest weights and c the smallest log-weight among them, every term of
+
+            H = −log Q(Y*) + Σ_{n ∈ Y*} (1 − π_n)(x_n − c) + Σ_{n ∉ Y*} π_n (c − x_n)
+
+        is at least zero, so that small entropies keep their digits too.
+        """
+        if self._wants_gradient:
+            return _Entropy.apply(self.log_weights, self)
+        return normalizer.entropy(self._population, self._log_inclusion).view(self.batch_shape)
+
+    # ------------------------------------------------------------------ samples
+
+    def sample(
+        self, sample_shape: tuple[int, ...] = (), generator: torch.Generator | None = None
+    ) -> Tensor:
+        """[*sample_shape, ..., K] distinct indices, ascending.
+
+        The same generator state gives the same samples on the same device.
+        """
+        samples = math.prod(sample_shape)
+        with torch.inference_mode():
+            picked = draw(self._population, samples, generator)
+        return picked.clone().view(*sample_shape, *self.batch_shape, self.k)
+
+    def condition_on(self, index: Tensor | int) -> ConditionalPoisson:
+        """The design given that item ``index`` [...] is in: the paper's Q̃ (eq:beam_cp_p).
+
+        ``index`` may have more leading dimensions than the design, which become dimensions of the
+        result.
+        """
+        index = torch.as_tensor(index, device=self.log_weights.device)
+        if index.ndim < len(self.batch_shape):
+            index = index.expand(self.batch_shape)
+        self._rows_of_indices("index", index[..., None])
+        weights = self.log_weights.expand(*index.shape, self.n)
+        if bool((weights.gather(-1, index[..., None]) == -math.inf).any()):
+            raise ValueError("index names an item of weight zero, which is in no sample")
+        return ConditionalPoisson(weights.scatter(-1, index[..., None], math.inf), self.k)
+
+    # ------------------------------------------------------------------ internals, on rows [R, ...]
+
+    @property
+    def _wants_gradient(self) -> bool:
+        return self.log_weights.requires_grad and torch.is_grad_enabled()
+
+    @property
+    def _relative_log_normalizer(self) -> Tensor:
+        """[...] log Z of the weights relative to their references."""
+        if self._wants_gradient:
+            return _RelativeLogNormalizer.apply(self.log_weights, self)
+        return normalizer.log_normalizer(self._population).view(self.batch_shape)
+
+    @cached_property
+    def _log_inclusion(self) -> Tensor:
+        """[R, N] log π, computed once."""
+        return inclusion.log_inclusion(self._population)
+
+    def _log_inclusion_odds(self) -> Tensor:
+        return inclusion.log_inclusion_odds(self._population).view(self.log_weights.shape)
+
+    def _covariance_product(self, vector: Tensor) -> Tensor:
+        """[..., N] Σ_j Cov(i, j) v_j for v [..., N]."""
+        rows = vector.reshape(self._population.log_weights.shape)
+        return inclusion.covariance_product(self._population, rows).view(vector.shape)
+
+    def _relative_weights(self, index: Tensor, log_weights: Tensor | None = None) -> Tensor:
+        """[S, R, m] relative log-weights of the items index [S, R, m]."""
+        rows = self._population.log_weights
+        if log_weights is not None:
+            rows = log_weights.reshape(rows.shape)
+        return self._population.relative(rows.expand(len(index), -1, -1).gather(-1, index))
+
+    def _shape_of(self, indices: Tensor) -> torch.Size:
+        if indices.shape[:-1] == self.batch_shape:
+            return indices.shape
+        return torch.broadcast_shapes(indices.shape[:-1], self.batch_shape) + indices.shape[-1:]
+
+    def _rows_of_indices(self, name: str, indices: Tensor, distinct: bool = False) -> Tensor:
+        """Indices [..., m] as [S, R, m], checked."""
+        if (
+            indices.dtype.is_floating_point
+            or indices.dtype.is_complex
+            or indices.dtype is torch.bool
+        ):
+            raise ValueError(f"{name} has dtype {indices.dtype}; it must hold integers")
+        try:
+            shape = self._shape_of(indices)
+        except RuntimeError:
+            shape = None
+        batch = len(self.batch_shape)
+        if shape is None or shape[len(shape) - 1 - batch : -1] != self.batch_shape:
+            raise ValueError(
+                f"{name} has shape {list(indices.shape)}, which does not fit the batch "
+                f"{list(self.batch_shape)} of the design"
+            )
+        index = indices.to(device=self.log_weights.device, dtype=torch.int64)
+        if index.numel():
+            least, most = torch.stack(index.aminmax()).tolist()
+            if least < 0 or most >= self.n:
+                wrong = least if least < 0 else most
+                raise ValueError(f"{name} has {wrong}; allowed are 0 to N - 1 = {self.n - 1}")
+        if distinct and index.shape[-1] > 1:
+            ordered = index.sort(dim=-1).values
+            repeated = ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]]
+            if repeated.numel():
+                raise ValueError(
+                    f"{name} has {int(repeated[0])} twice; the items of a sample are distinct"
+                )
+        rows, samples = math.prod(self.batch_shape), math.prod(shape[: len(shape) - 1 - batch])
+        return index.expand(shape).reshape(samples, rows, shape[-1])
+
+
+# ---------------------------------------------------------------------- gradients
+
+
+class _RelativeLogNormalizer(torch.autograd.Function):
+    """∂ log Z / ∂ log w_n = π_n (eq:incl-from-grad, read backwards)."""
+
+    @staticmethod
+    def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
+        ctx.save_for_backward(log_weights)
+        ctx.design = design
+        return design._relative_log_normalizer
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (log_weights,) = ctx.saved_tensors
+        inclusion = _LogInclusion.apply(log_weights, ctx.design).exp()
+        return (grads[0][..., None] * inclusion).to(log_weights.dtype), None
+
+
+class _LogInclusion(torch.autograd.Function):
+    """∂ log π_i / ∂ log w_j = Cov(i, j) / π_i, with Cov(i, j) = π_ij − π_i π_j."""
+
+    @staticmethod
+    def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
+        value = design._log_inclusion.view(log_weights.shape)
+        ctx.save_for_backward(log_weights, value)
+        ctx.design = design
+        return value.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        log_weights, value = ctx.saved_tensors
+        vector = torch.where(value > -math.inf, grads[0] * (-value).exp(), 0.0)
+        return ctx.design._covariance_product(vector).to(log_weights.dtype), None
+
+
+class _Entropy(torch.autograd.Function):
+    """H = log Z − Σ_n π_n log w_n, so ∂H / ∂ log w_j = −Σ_i Cov(i, j) log w_i."""
+
+    @staticmethod
+    def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
+        ctx.save_for_backward(log_weights)
+        ctx.design = design
+        return design.entropy()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (log_weights,) = ctx.saved_tensors
+        y = ctx.design._population.relative(ctx.design._population.log_weights)
+        y = torch.where(y.isfinite(), y, 0.0).view(log_weights.shape)
+        product = ctx.design._covariance_product(y)
+        return (-grads[0][..., None] * product).to(log_weights.dtype), None
+
+
+# ---------------------------------------------------------------------- pieces
+
+
+def _check_arguments(name: str, values: Tensor, k: int) -> None:
+    if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
+        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(f"{name} is {kind}; it must be a tensor of a floating dtype")
+    if values.ndim == 0:
+        raise ValueError(f"{name} has no dimension; it must have shape [..., N]")
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise ValueError(f"k is {k!r}; it must be an integer")
+    if not 0 <= k <= values.shape[-1]:
+        raise ValueError(f"k is {k}; allowed are 0 to N = {values.shape[-1]}")
+
+
+def _anneal(log_weights: Tensor, k: int, anneal: float) -> Tensor:
+    """Log-weights / anneal, up to a constant that keeps the K-th largest where it is.
+
+    Ties with it stay ties however small ``anneal`` is, and the rest may overflow to ±inf, which
+    then means what it should.
+    """
+    if k == 0:
+        return log_weights
+    kth = log_weights.topk(k, dim=-1).values[..., -1:]
+    kth = torch.where(kth.isfinite(), kth, 0.0)
+    gap = log_weights - kth
+    if anneal == 0.0:
+        return torch.where(gap == 0, 0.0, torch.copysign(gap.new_tensor(math.inf), gap))
+    return gap / anneal

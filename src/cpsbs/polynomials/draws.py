@@ -1,0 +1,149 @@
+"""Samples: flip the coins until K of them come up heads.
+
+That is the definition of the design (the paper's appendix on conditional Poisson sampling), and at
+the tilt of ``bernoulli_sum`` it succeeds with probability of order 1/√K. Only the head is flipped
+coin by coin. With c heads there, K − c must come from the tail, which has a known probability
+t_{K−c}: the attempt is accepted with probability t_{K−c} / max t. The K − c items are then drawn
+from the tail independently, in proportion to their weights, all again if two coincide; given that
+they are distinct, they have the conditional Poisson law of the tail.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .bernoulli_sum import alias_free, block_size, variance_bound
+from .population import Population, Tail
+
+
+def draw(population: Population, samples: int, generator: torch.Generator | None) -> Tensor:
+    """[samples, R, K] positions of the items drawn, ascending."""
+    rows, k = len(population.head), population.k
+    row = torch.arange(rows, device=population.head.device).expand(samples, rows).flatten()
+    picked, count = _flip_head(population, row, generator)
+    if population.tail is not None:
+        _fill_from_tail(population, population.tail, row, picked, count, generator)
+    return picked.sort(dim=-1).values.view(samples, rows, k)
+
+
+def _flip_head(
+    population: Population, row: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor]:
+    """[A, K] the head's items in the first places, for each entry of ``row`` [A]; [A] how many."""
+    k, device = population.k, row.device
+    p, _ = population.law.coins(population.head)
+    coins = p.shape[-1]
+    accept = _tail_counts(population)
+    picked = torch.zeros((len(row), k + 1), dtype=torch.int64, device=device)
+    count = torch.zeros(len(row), dtype=torch.int64, device=device)
+    pending = torch.arange(len(row), device=device)
+    budget = max(1, block_size(device) // max(coins, 1))
+    enough = 8 * math.ceil(math.sqrt(variance_bound(k, coins)))
+    while len(pending) > 0:
+        batch, later = pending[:budget], pending[budget:]
+        tries = max(1, min(budget // len(batch), enough))
+        size = (tries, len(batch), coins + 1)
+        uniform = torch.rand(size, dtype=p.dtype, device=device, generator=generator)
+        flips = uniform[..., 1:] < p[row[batch]]
+        heads = flips.sum(-1)
+        accepted = uniform[..., 0] < accept[row[batch], heads.clamp(max=k + 1)]
+        done, first = accepted.max(dim=0)
+        which = done.nonzero()[:, 0]
+        first, finished = first[which], batch[which]
+        taken = flips[first, which]
+        count[finished] = heads[first, which]
+        # The i-th head goes to place i; tails all go to one place too many, which is cut off.
+        place = taken.cumsum(-1).sub_(1).masked_fill_(~taken, k)
+        picked[finished] = picked[finished].scatter_(
+            -1, place, population.head_index[row[finished]]
+        )
+        pending = torch.cat([batch[~done], later])
+    return picked[:, :k], count
+
+
+def _tail_counts(population: Population) -> Tensor:
+    """[R, K + 2] t_{K−c} / max t for c = 0…K heads in the head, and 0 for more."""
+    k = population.k
+    out = population.head.new_zeros((len(population.head), k + 2))
+    if population.tail is None:
+        out[:, k] = 1.0
+        return out
+    points = k + 1 + alias_free(k, 2 * k + 2)
+    theta = torch.arange(points // 2 + 1, dtype=out.dtype, device=out.device)
+    theta = theta * (-2 * math.pi / points)
+    real, imaginary = population.tail.powers.log_characteristic(population.law.tilt, theta)
+    counts = torch.fft.irfft(torch.polar(real.exp_(), imaginary), n=points)[:, : k + 1]
+    counts = counts.clamp_(min=0).flip(-1)
+    out[:, : k + 1] = counts / counts.amax(-1, keepdim=True)
+    return out
+
+
+def _fill_from_tail(
+    population: Population,
+    tail: Tail,
+    row: Tensor,
+    picked: Tensor,
+    count: Tensor,
+    generator: torch.Generator | None,
+) -> None:
+    """Put items of the tail into the places of ``picked`` [A, K] from ``count`` [A] on."""
+    k = population.k
+    pending = (count < k).nonzero()[:, 0]
+    if len(pending) == 0:
+        return
+    place = torch.arange(k, device=row.device)
+    cumulative = _cumulative(tail)
+    budget = max(1, block_size(row.device) // (k * tail.chunk))
+    while len(pending) > 0:
+        batch, later = pending[:budget], pending[budget:]
+        wanted = place >= count[batch, None]
+        owner, slot = wanted.nonzero(as_tuple=True)
+        # Negative numbers, all different, stand in the places that are not wanted.
+        drawn = (-1 - place).expand(len(batch), k).clone()
+        drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], generator)
+        ordered = drawn.sort(dim=-1).values
+        distinct = (ordered[:, 1:] != ordered[:, :-1]).all(-1)
+        filled = torch.where(wanted, drawn, picked[batch])
+        picked[batch[distinct]] = filled[distinct]
+        pending = torch.cat([batch[~distinct], later])
+
+
+def _cumulative(tail: Tail) -> Tensor:
+    """[R·C] row number + the share of the row's tail up to this chunk: one ascending sequence, in
+    which row + uniform finds the chunk for every row at once.
+    """
+    sums = tail.chunk_sums.cumsum(-1)
+    row = torch.arange(len(sums), device=sums.device)[:, None]
+    return (row + sums / sums[:, -1:]).flatten()
+
+
+def _tail_items(
+    population: Population,
+    tail: Tail,
+    cumulative: Tensor,
+    row: Tensor,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """[Q] one item of the tail for each entry of ``row`` [Q], in proportion to its weight."""
+    rows, n = population.log_weights.shape
+    chunks = len(cumulative) // rows
+    uniform = torch.rand((2, len(row)), dtype=torch.float64, device=row.device, generator=generator)
+    next_row = (row + 1).to(torch.float64)
+    target = torch.minimum(row + uniform[0], next_row.nextafter(torch.zeros_like(next_row)))
+    chunk = torch.searchsorted(cumulative, target, right=True) - row * chunks
+    item = (chunk * tail.chunk)[:, None] + torch.arange(tail.chunk, device=row.device)
+    known = item.clamp(max=n - 1)
+    head_index = population.head_index
+    in_head = head_index[row].contiguous()
+    found = torch.searchsorted(in_head, known).clamp_(max=head_index.shape[-1] - 1)
+    excluded = (in_head.gather(-1, found) == known) | (item >= n)
+    log_weight = population.log_weights[row[:, None], known].to(torch.float64)
+    unit = population.reference + tail.powers.largest
+    weight = (log_weight - unit[row, None]).exp_().masked_fill_(excluded, 0.0).cumsum(-1)
+    # The factor keeps the product below the total when it is rounded.
+    level = uniform[1] * weight[:, -1] * (1 - 2.0**-52)
+    offset = (weight <= level[:, None]).sum(-1, keepdim=True)
+    return item.gather(-1, offset)[:, 0]

@@ -1,0 +1,333 @@
+"""A row of N weights, as a head of M explicit items and a tail of power sums.
+
+Inside this package log-weights are float64 and relative to the row's *reference*, its K-th largest
+log-weight: the design does not depend on the scale, and the candidates that matter then have
+log-weights near zero. An item that is always taken (+inf) is called *forced*.
+
+The tail enters the characteristic function of the number of heads through
+
+    log Π_{n ∈ tail} (1 + w_n z) = Σ_{j ≥ 1} (−1)^{j−1} P_j z^j / j ,    P_j = Σ_{n ∈ tail} w_n^j ,
+
+(Newton's identities in exponential form), cut after J terms. On the circle |z| = e^s that the law
+of S is computed on, let u = e^s·(largest tail weight). Because Σ_{tail} w_n e^s/(1 + w_n e^s) ≤ K,
+P_1 e^s ≤ K (1 + u), and what is cut off is at most
+
+    Σ_{j > J} P_j e^{sj} / j  ≤  K (1 + u) u^J / ((J + 1) (1 − u)) .
+
+J is the smallest number that puts this below ``TRUNCATION``. At least M − K − 1 coins of the head
+that are not forced are as likely as any in the tail and together they expect at most K + 1 heads,
+so with M ≥ max(64, 16 K) u is below 1/4 for every input, and J below 30; typically it is 4 to 10.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .bernoulli_sum import BernoulliSum, PowerSums, block_size
+
+TRUNCATION = 2.0**-52
+"""Largest contribution to a logarithm that may be cut off."""
+
+TAIL_SPREAD = 4.0
+"""Largest Σ_{n ∈ tail} (odds of n)² before the head is made larger.
+
+The tail is drawn as independent picks that are rejected when two coincide; they are accepted with
+probability about exp(−spread / 2), so a draw takes at most some e² attempts on average."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What is kept of the items outside the head; R rows."""
+
+    powers: PowerSums
+    chunk_sums: Tensor
+    """[R, C] the terms of the first power sum, added up chunk by chunk."""
+    chunk: int
+    """Items in a chunk; the last may be shorter."""
+
+
+@dataclass(frozen=True)
+class Population:
+    """R rows of N weights of which K are to be drawn; see the module's text."""
+
+    log_weights: Tensor
+    """[R, N] as given, in the caller's dtype."""
+    k: int
+    reference: Tensor
+    """[R] the log-weight that all others are relative to."""
+    head: Tensor
+    """[R, M] relative log-weights, in the order of ``head_index``."""
+    head_index: Tensor
+    """[R, M] positions in the row, ascending."""
+    top: Tensor
+    """[R, M] true for the K largest."""
+    ranked: Tensor
+    """[R, M + 2] the head's relative log-weights, descending, between +inf and -inf: column j is
+    the j-th largest item of the row."""
+    plain: bool
+    """No row has forced items or only K of positive weight."""
+    tail: Tail | None
+
+    @property
+    def n(self) -> int:
+        """N."""
+        return self.log_weights.shape[-1]
+
+    @cached_property
+    def forced(self) -> Tensor:
+        """[R] number of forced items."""
+        return (self.head == math.inf).sum(-1)
+
+    @cached_property
+    def positive(self) -> Tensor:
+        """[R] number of items in the head with positive weight."""
+        return (self.head > -math.inf).sum(-1)
+
+    @property
+    def determined(self) -> Tensor:
+        """[R] true where only one subset has positive probability."""
+        return (self.forced == self.k) | (self.positive == self.k)
+
+    def wanted(self, offset: float) -> Tensor:
+        """[R] the number of heads to tilt for: K + ``offset``."""
+        if self.plain:
+            return torch.full_like(self.reference, self.k + offset)
+        return wanted_heads(self.k, self.forced, offset)
+
+    def relative(self, log_weights: Tensor) -> Tensor:
+        """Log-weights [..., R, m] as given, to float64 relative to the reference of their row."""
+        return log_weights.to(torch.float64) - self.reference[:, None]
+
+    @cached_property
+    def law(self) -> BernoulliSum:
+        """The law of the number of heads, tilted so that about K − ½ are expected."""
+        return self._law(self.wanted(-0.5), torch.zeros_like(self.reference))
+
+    @cached_property
+    def law_above(self) -> BernoulliSum:
+        """The same at the tilt where K + ½ are expected, which suits 1 − π."""
+        return self._law(self.wanted(0.5), finite_or_zero(self.ranked[:, self.k + 1]))
+
+    def _law(self, wanted: Tensor, centre: Tensor) -> BernoulliSum:
+        tail = None if self.tail is None else self.tail.powers
+        return BernoulliSum(self.head, tail, self.k, self.n, wanted, centre)
+
+    def law_given(self, item: Tensor) -> BernoulliSum:
+        """For each of the items [R, m] in turn, the law of how many of the *others* come up heads,
+        near K − 1 and tilted so that about K − 3/2 are expected; [R, m].
+
+        The (K−1)-th largest of the others is the K-th of all where the item is above it, and the
+        (K−1)-th of all where it is not.
+        """
+        forced = self.forced[:, None] - (item == math.inf).long()
+        return BernoulliSum(
+            log_weights=self.head[:, None, :],
+            tail=None if self.tail is None else self.tail.powers.unsqueeze(),
+            k=self.k - 1,
+            n=self.n,
+            wanted=wanted_heads(self.k - 1, forced, -0.5),
+            centre=torch.where(item > 0, 0.0, finite_or_zero(self.ranked[:, [self.k - 1]])),
+            removed=item,
+        )
+
+
+def wanted_heads(k: int, forced: Tensor, offset: float) -> Tensor:
+    """[...] K + offset, or K + ½ where the forced items leave no free place.
+
+    There K − ½ heads cannot be expected, and only P(S = K) matters.
+    """
+    return torch.where(forced < k, k + offset, k + 0.5).to(torch.float64)
+
+
+def finite_or_zero(x: Tensor) -> Tensor:
+    """x, with 0 for what is infinite."""
+    return torch.where(x.isfinite(), x, 0.0)
+
+
+@torch.inference_mode()
+def split(log_weights: Tensor, k: int) -> Population:
+    """Split rows [R, N] so that every error bound of this package holds.
+
+    The head starts with max(64, 16 K) items and grows until the tail is thin enough; where it would
+    become a sizeable part of the row, it becomes all of it.
+
+    Raises:
+        ValueError: if a row has a NaN or admits no sample.
+    """
+    n = log_weights.shape[-1]
+    size = max(64, 16 * k)
+    while True:
+        if 4 * size >= n or len(log_weights) == 0:
+            return _with_head(log_weights, k, n)[0]
+        population, tail_items = _with_head(log_weights, k, size)
+        population = replace(population, tail=_tail(population, tail_items))
+        assert population.tail is not None
+        powers = population.tail.powers
+        odds = (population.law.tilt + powers.largest).exp()
+        if float((powers.sums[:, 1] * odds.square()).max()) <= TAIL_SPREAD:
+            return population
+        size *= 4
+
+
+def _with_head(log_weights: Tensor, k: int, size: int) -> tuple[Population, Tensor]:
+    """The population without its tail, and the few items of the tail that ``_largest`` knows."""
+    values, index, tail_items = _largest(log_weights, size)
+    ranked = pad(pad(values.to(torch.float64), (1, 0), value=math.inf), (0, 1), value=-math.inf)
+    plain = _check(ranked, k)
+    reference = ranked[:, k]
+    if not plain:
+        # The K-th largest is forced only if all places are.
+        reference = torch.where(reference == math.inf, ranked[:, k + 1], reference)
+        reference = finite_or_zero(reference)
+    ranked = ranked - reference[:, None]
+    index, order = index.sort(dim=-1)
+    population = Population(
+        log_weights=log_weights,
+        k=k,
+        reference=reference,
+        head=ranked[:, 1:-1].gather(-1, order),
+        head_index=index,
+        top=order < k,
+        ranked=ranked,
+        plain=plain,
+        tail=None,
+    )
+    return population, tail_items
+
+
+def _check(ranked: Tensor, k: int) -> bool:
+    """Refuse rows that admit no sample; true if no row is extraordinary."""
+    if len(ranked) == 0:
+        return True
+    # NaN counts as the largest value, so it comes first; and it is not below infinity.
+    if ranked.shape[-1] > 2:
+        most, least = torch.stack([ranked[:, 1].max(), ranked[:, k + 1].min()]).tolist()
+        if k > 0 and most < math.inf and least > -math.inf:
+            return True
+    values = ranked[:, 1:-1]
+    forced, positive = (values == math.inf).sum(-1), (values > -math.inf).sum(-1)
+    if bool(values.isnan().any()):
+        row = int(values.isnan().any(-1).nonzero()[0, 0])
+        raise ValueError(f"log_weights has a NaN (row {row}); allowed are numbers, -inf and inf")
+    if int(forced.max()) > k:
+        raise ValueError(
+            f"log_weights is inf for {int(forced.max())} items of row {int(forced.argmax())}; "
+            f"at most k = {k} items can be in every sample"
+        )
+    if int(positive.min()) < k:
+        raise ValueError(
+            f"log_weights is above -inf for only {int(positive.min())} items of row "
+            f"{int(positive.argmin())}; k = {k} needs at least {k}"
+        )
+    return False
+
+
+def _largest(x: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The m largest entries of each row, descending, with their positions.
+
+    Also some entries that are not among them: maxima of chunks. They come for nothing. The m
+    largest entries lie in the m chunks with the largest maxima (any other chunk has m entries
+    elsewhere that are at least as large), so one fast pass that takes maxima replaces the slow one
+    that torch.topk makes over all of x.
+    """
+    rows, n = x.shape
+    chunk = _chunk(n, m)
+    if m == n or m * chunk > n:
+        values, index = x.topk(m, dim=-1)
+        return values, index, x.new_empty((rows, 0))
+    whole = n - n % chunk
+    maxima = x[:, :whole].unflatten(1, (-1, chunk)).amax(-1)
+    chosen = maxima.topk(m, dim=-1, sorted=False).indices
+    candidates = chosen[..., None] * chunk + torch.arange(chunk, device=x.device)
+    rest = torch.arange(whole, n, device=x.device).expand(rows, -1)
+    candidates = torch.cat([candidates.flatten(1), rest], dim=-1)
+    values, position = x.gather(-1, candidates).topk(m, dim=-1)
+    return values, candidates.gather(-1, position), maxima.scatter_(-1, chosen, -math.inf)
+
+
+def _chunk(n: int, m: int) -> int:
+    """About √(n/m), which balances the number of chunks with the size of m of them; a multiple of
+    the vector length.
+    """
+    return 16 * (1 + math.isqrt(n // max(m, 1)) // 16)
+
+
+def _tail(population: Population, some_items: Tensor) -> Tail:
+    head, k = population.head, population.k
+    # No tail item exceeds the smallest of the head, which is what "largest" means from here on.
+    largest = population.ranked[:, -2]
+    unit = finite_or_zero(largest)
+
+    # How many power sums? That depends on the odds u of the largest tail item, and these on the
+    # tail. Bound u from above, with the head and the few tail items at hand: the heads expected at
+    # odds u are a concave function of u, so from any u that is too large, u·wanted/expected is
+    # smaller and still too large. K + ½ heads are the most that is ever asked for.
+    known = (population.relative(some_items) - unit[:, None]).exp_().sum(-1)
+    log_weights = head - unit[:, None]
+    free, wanted = head.shape[-1], population.wanted(0.5)
+    if not population.plain:
+        log_weights = torch.where(head < math.inf, log_weights, -math.inf)
+        free, wanted = free - population.forced, wanted - population.forced
+    u = wanted / (free - wanted)
+    for _ in range(3):
+        expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1) + known * u / (1 + u)
+        u = u * (wanted / expected).clamp_(max=1.0)
+    bound = float(torch.where(largest == -math.inf, 0.0, u).max())
+    terms = 2  # the second one also measures the spread of the tail
+    while k * (1 + bound) * bound**terms > TRUNCATION * (terms + 1) * (1 - bound):
+        terms += 1
+
+    chunk = _chunk(population.n, head.shape[-1])
+    sums, chunk_sums = _power_sums(
+        population.log_weights, population.reference + unit, population.head_index, terms, chunk
+    )
+    return Tail(PowerSums(largest, sums), chunk_sums, chunk)
+
+
+def _power_sums(
+    x: Tensor, unit: Tensor, excluded: Tensor, terms: int, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """[R, terms] sums of exp(j (x − unit)) over the items not excluded; and, for j = 1, [R, C].
+
+    ``excluded`` [R, M] are positions. Works through x in blocks that stay in the processor's cache,
+    so that x is read once and nothing of its size is written.
+    """
+    rows, n = x.shape
+    block = block_size(x.device)
+    columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
+    columns += -columns % chunk
+    height = max(1, min(rows, block // columns))
+    # One column more than needed, to write what is excluded from other blocks to.
+    weight = torch.empty((height, columns + 1), dtype=torch.float64, device=x.device)
+    power = torch.empty((height, columns), dtype=torch.float64, device=x.device)
+    sums, chunk_sums = [], []
+    for top in range(0, rows, height):
+        row = slice(top, top + height)
+        row_sums, row_chunk_sums = [], []
+        for left in range(0, n, columns):
+            given = x[row, left : left + columns]
+            width = given.shape[1]
+            padded = width + -width % chunk
+            w = weight[: len(given)]
+            w[:, :width].copy_(given).sub_(unit[row, None]).exp_()
+            w[:, width:padded] = 0.0
+            place = excluded[row] - left
+            outside = (place < 0) | (place >= width)
+            w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
+            w, p = w[:, :padded], power[: len(given), :padded]
+            by_chunk = w.unflatten(-1, (-1, chunk)).sum(-1)
+            powers = [by_chunk.sum(-1)]
+            for j in range(1, terms):
+                torch.mul(w if j == 1 else p, w, out=p)
+                powers.append(p.sum(-1))
+            row_sums.append(torch.stack(powers, dim=-1))
+            row_chunk_sums.append(by_chunk)
+        sums.append(torch.stack(row_sums).sum(0))
+        chunk_sums.append(torch.cat(row_chunk_sums, dim=-1))
+    return torch.cat(sums), torch.cat(chunk_sums)

@@ -1,0 +1,199 @@
+"""Samples have the law they should.
+
+Every test here compares frequencies with exact probabilities by a chi-square statistic. The false
+alarm rate of each is 1e-4, and seeds are fixed, so that a failure means a change in the code.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from cpsbs import ConditionalPoisson
+
+FALSE_ALARM = 1e-4
+
+
+def assert_frequencies(observed: Tensor, probability: Tensor, draws: int) -> None:
+    """Chi-square, with cells pooled in order until each expects at least five."""
+    expected = probability.double() * draws
+    order = expected.argsort()
+    pooled: list[list[float]] = [[0.0, 0.0]]
+    for o, e in zip(observed.double()[order].tolist(), expected[order].tolist(), strict=True):
+        if pooled[-1][1] >= 5:
+            pooled.append([0.0, 0.0])
+        pooled[-1][0] += o
+        pooled[-1][1] += e
+    if len(pooled) > 1 and pooled[-1][1] < 5:
+        last = pooled.pop()
+        pooled[-1] = [pooled[-1][0] + last[0], pooled[-1][1] + last[1]]
+    statistic = sum((o - e) ** 2 / e for o, e in pooled)
+    assert len(pooled) > 1
+    assert stats.chi2.sf(statistic, len(pooled) - 1) > FALSE_ALARM
+
+
+def counts_of_subsets(samples: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """All subsets [C, K], and how often each was drawn [C]."""
+    k = samples.shape[-1]
+    subsets = torch.tensor(list(itertools.combinations(range(n), k)))
+    code = (1 << samples).sum(-1)
+    observed = (code[:, None] == (1 << subsets).sum(-1)).sum(0)
+    assert int(observed.sum()) == len(samples)
+    return subsets, observed
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "k"),
+    [
+        ("ties", [0.0] * 6, 3),
+        ("spread", [-3.0, -1.0, 0.0, 1.0, 2.0, 4.0], 3),
+        ("one", [-1.0, 0.0, 1.0, 2.0], 1),
+        ("all but one", [-1.0, 0.0, 1.0, 2.0, 2.5], 4),
+        ("dominant", [30.0, 0.0, 0.5, 1.0, -30.0], 2),
+        ("forced and excluded", [float("inf"), 0.0, 1.0, float("-inf"), 2.0, 3.0], 3),
+    ],
+)
+def test_all_subsets_have_their_probability(name: str, weights: list[float], k: int) -> None:
+    design = ConditionalPoisson(torch.tensor(weights), k)
+    draws = 40_000
+    samples = design.sample((draws,), torch.Generator().manual_seed(len(name)))
+    subsets, observed = counts_of_subsets(samples, len(weights))
+    probability = design.log_prob(subsets).exp()
+    assert float(probability.sum()) == pytest.approx(1, abs=1e-12)
+    assert int(observed[probability == 0].sum()) == 0
+    assert_frequencies(observed, probability, draws)
+
+
+def test_rows_of_a_batch_have_their_own_law_and_are_independent() -> None:
+    x = torch.tensor([[0.0, 1.0, 2.0, 3.0], [3.0, 0.0, 0.0, -2.0]])
+    design = ConditionalPoisson(x, 2)
+    draws = 40_000
+    samples = design.sample((draws,), torch.Generator().manual_seed(0))
+    assert samples.shape == (draws, 2, 2)
+    cells = []
+    for r in range(2):
+        subsets, observed = counts_of_subsets(samples[:, r], 4)
+        probability = design.log_prob(subsets[:, None, :].expand(-1, 2, -1)).exp()[:, r]
+        assert_frequencies(observed, probability, draws)
+        cells.append(((1 << samples[:, r]).sum(-1), (1 << subsets).sum(-1), probability))
+    (first, codes, p), (second, _, q) = cells
+    both = (first[:, None] == codes)[:, :, None] & (second[:, None] == codes)[:, None, :]
+    assert_frequencies(both.sum(0).flatten(), (p[:, None] * q).flatten(), draws)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "spread"), [(4000, 3, 0.0), (4000, 10, 0.5), (4000, 10, 3.0), (40_000, 6, 2.0)]
+)
+def test_head_and_tail_have_their_law(n: int, k: int, spread: float) -> None:
+    """Items of the head one by one, how many items come from the tail, and items of the tail."""
+    x = spread * torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    design = ConditionalPoisson(x, k)
+    head = design._population.head_index[0]
+    assert design._population.tail is not None
+    draws = 20_000
+    samples = design.sample((draws,), torch.Generator().manual_seed(k))
+    ordered = samples.sort(-1).values
+    assert torch.equal(ordered, samples)
+    assert bool((ordered[:, 1:] > ordered[:, :-1]).all())
+    times = torch.bincount(samples.flatten(), minlength=n)
+    pi = design.log_inclusion.exp()
+
+    # Each item of the head is a binomial count of its own; the smallest p-value, by Bonferroni.
+    p_values = [
+        stats.binomtest(int(times[i]), draws, float(pi[i])).pvalue for i in head[: 2 * k].tolist()
+    ]
+    assert min(p_values) > FALSE_ALARM / len(p_values)
+
+    # The number of items from the tail: enumerate it from the law of the two parts.
+    from_tail = k - torch.isin(samples, head).sum(-1)
+    out_of_head = torch.ones(n, dtype=torch.bool)
+    out_of_head[head] = False
+    counts = torch.tensor(
+        [
+            float(
+                ConditionalPoisson(x[head], k - j).log_normalizer
+                + ConditionalPoisson(x[out_of_head], j).log_normalizer
+                - design.log_normalizer
+            )
+            for j in range(k + 1)
+        ]
+    ).exp()
+    assert float(counts.sum()) == pytest.approx(1, abs=1e-6)
+    assert_frequencies(torch.bincount(from_tail, minlength=k + 1), counts, draws)
+
+    # Items of the tail, pooled into twenty groups; groups are not independent of each other, but
+    # nearly so, because few of an item's companions come from the tail.
+    tail = out_of_head.nonzero()[:, 0]
+    groups = torch.arange(len(tail)) * 20 // len(tail)
+    observed = torch.zeros(20).index_add_(0, groups, times[tail].float())
+    expected = torch.zeros(20, dtype=torch.float64).index_add_(0, groups, pi[tail])
+    share = expected / expected.sum()
+    assert_frequencies(observed, share, int(observed.sum()))
+
+
+def test_pairs_in_the_tail_have_their_law() -> None:
+    """Uniform weights: every pair of items is as likely as every other, in and out of the head."""
+    design = ConditionalPoisson(torch.zeros(400), 2)
+    assert design._population.tail is not None
+    draws = 60_000
+    samples = design.sample((draws,), torch.Generator().manual_seed(8)) // 100
+    cell = samples[:, 0] * 4 + samples[:, 1]
+    observed = torch.bincount(cell, minlength=16).view(4, 4)
+    same, different = 100 * 99 / 2, 100 * 100
+    probability = torch.full((4, 4), float(different)).triu(1)
+    probability += torch.diag(torch.full((4,), same))
+    total = 400 * 399 / 2
+    upper = torch.ones(4, 4, dtype=torch.bool).triu()
+    assert_frequencies(observed[upper], probability[upper] / total, draws)
+
+
+@pytest.mark.parametrize(("n", "k"), [(1000, 400), (300, 150)])
+def test_large_k_has_its_law(n: int, k: int) -> None:
+    x = 2 * torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    design = ConditionalPoisson(x, k)
+    draws = 2_000
+    samples = design.sample((draws,), torch.Generator().manual_seed(k))
+    assert samples.shape == (draws, k)
+    times = torch.bincount(samples.flatten(), minlength=n)
+    pi = design.log_inclusion.exp().clamp(0, 1)
+    p_values = [stats.binomtest(int(times[i]), draws, float(pi[i])).pvalue for i in range(n)]
+    assert min(p_values) > FALSE_ALARM / n
+    # How many of the first half are in: another function of the sample than single counts.
+    inside = (samples < n // 2).sum(-1).double()
+    half = torch.arange(n // 2)
+    joint = design.joint_log_inclusion(half).exp()
+    mean = float(pi[half].sum())
+    variance = float(joint.sum()) - mean**2
+    assert abs(float(inside.mean()) - mean) < 4 * (variance / draws) ** 0.5
+    assert 0.85 < float(inside.var()) / variance < 1.15
+
+
+def test_the_seed_decides() -> None:
+    design = ConditionalPoisson(torch.randn((3, 5000)), 6)
+    first = design.sample((7,), torch.Generator().manual_seed(1))
+    assert torch.equal(first, design.sample((7,), torch.Generator().manual_seed(1)))
+    assert not torch.equal(first, design.sample((7,), torch.Generator().manual_seed(2)))
+    state = torch.get_rng_state()
+    design.sample((), torch.Generator().manual_seed(1))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_no_sample_leaves_out_a_forced_item_or_takes_an_excluded_one() -> None:
+    x = torch.randn((4, 3000), generator=torch.Generator().manual_seed(0))
+    x[:, 17] = float("inf")
+    x[:, 1000:] = float("-inf")
+    samples = ConditionalPoisson(x, 5).sample((500,), torch.Generator().manual_seed(1))
+    assert bool((samples == 17).any(-1).all())
+    assert int(samples.max()) < 1000
+
+
+def test_a_tail_of_zeros_is_never_drawn() -> None:
+    x = torch.full((2, 3000), float("-inf"))
+    x[0, ::100], x[1, 5:10] = 0.0, 0.0
+    samples = ConditionalPoisson(x, 5).sample((200,), torch.Generator().manual_seed(1))
+    assert bool((samples[:, 0] % 100 == 0).all())
+    assert torch.equal(samples[:, 1], torch.arange(5, 10).expand(200, 5))

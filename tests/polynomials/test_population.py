@@ -1,0 +1,87 @@
+"""The split into head and tail, and its bounds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT
+from cpsbs.polynomials.population import TAIL_SPREAD, TRUNCATION, _largest, _power_sums, split
+
+
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 1000, 9999, 10_000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_largest_are_those_of_topk(n: int, dtype: torch.dtype) -> None:
+    """bfloat16 has plenty of ties; values agree even where positions may not."""
+    x = torch.randn((3, n), generator=torch.Generator().manual_seed(n)).to(dtype)
+    for m in {1, min(n, 7), min(n, 64), n}:
+        values, index, others = _largest(x, m)
+        assert torch.equal(values, x.topk(m).values)
+        assert torch.equal(x.gather(-1, index), values)
+        assert all(len(set(row)) == m for row in index.tolist())
+        if others.numel():
+            assert bool((others.amax(-1) <= values[:, -1]).all())
+
+
+def test_power_sums_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn((5, 1003), generator=torch.Generator().manual_seed(0))
+    unit = x.double().amax(-1)
+    excluded = torch.stack([torch.randperm(1003)[:40] for _ in range(5)])
+    weight = (x.double() - unit[:, None]).exp().scatter(-1, excluded, 0.0)
+    padded = torch.nn.functional.pad(weight, (0, -1003 % 16)).view(5, -1, 16)
+    for block in (64, 500, 1003, 4000, 2**20):
+        monkeypatch.setattr("cpsbs.polynomials.population.block_size", lambda _, b=block: b)
+        sums, chunk_sums = _power_sums(x, unit, excluded, 5, 16)
+        for j in range(5):
+            torch.testing.assert_close(sums[:, j], weight.pow(j + 1).sum(-1), rtol=1e-14, atol=0)
+        torch.testing.assert_close(chunk_sums, padded.sum(-1), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("k", [1, 2, 8, 20, 100])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 4.0, 30.0, 1000.0])
+@pytest.mark.parametrize("n", [3000, 30_000])
+def test_the_bounds_hold(k: int, spread: float, n: int) -> None:
+    """At both tilts: odds of a tail item, what the series leaves out, the tail's spread."""
+    x = spread * torch.randn((2, n), generator=torch.Generator().manual_seed(k)).double()
+    population = split(x, k)
+    if population.tail is None:
+        assert population.head.shape[-1] == n
+        return
+    in_tail = torch.ones((2, n), dtype=torch.bool).scatter(-1, population.head_index, False)
+    y = population.relative(x)
+    terms = population.tail.powers.sums.shape[-1]
+    for law in (population.law, population.law_above):
+        odds = torch.where(in_tail, (y + law.tilt[:, None]).exp(), 0.0)
+        u = float(odds.max())
+        assert u < TAIL_ODDS_LIMIT
+        assert float(odds.pow(terms + 1).sum(-1).max()) / (terms + 1) / (1 - u) < TRUNCATION
+        exact = odds.log1p().sum(-1)
+        series = population.tail.powers.log_terms(law.tilt).sum(-1)
+        torch.testing.assert_close(series, exact, rtol=1e-13, atol=1e-15)
+    odds = torch.where(in_tail, (y + population.law.tilt[:, None]).exp(), 0.0)
+    assert float(odds.square().sum(-1).max()) <= TAIL_SPREAD * (1 + 1e-9)
+
+
+def test_a_flat_row_gets_a_large_head_only_where_it_must() -> None:
+    """500 of 10⁴ equal items would be drawn from the tail with many coincidences; 20 would not."""
+    assert split(torch.zeros((1, 10_000)), 20).head.shape[-1] < 1000
+    assert split(torch.zeros((1, 10_000)), 500).tail is None
+    assert split(torch.zeros((1, 200_000)), 500).head.shape[-1] == 8000
+
+
+@pytest.mark.parametrize("offset", [-0.5, 0.5])
+def test_the_tilt_puts_k_in_the_bulk(offset: float) -> None:
+    """P(S = K) is of order 1/σ whatever the weights."""
+    generator = torch.Generator().manual_seed(0)
+    for n, k, spread in [(10, 3, 1.0), (10, 9, 300.0), (2000, 700, 5.0), (5000, 20, 50.0)]:
+        x = spread * torch.randn((20, n), generator=generator, dtype=torch.float64)
+        population = split(x, k)
+        law = population.law if offset < 0 else population.law_above
+        p, q = law.coins(population.relative(x))
+        sigma = (p * q).sum(-1).sqrt()
+        assert bool((law.log_probability.exp() > 0.25 / (sigma + 0.5)).all())
+        error = (p.sum(-1) - (k + offset)).abs()
+        assert bool((error <= 0.25 * sigma.clamp(min=0.5) + 1e-9).all())
+    assert math.isfinite(float(population.law.tilt.sum()))
