@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -84,9 +83,7 @@ def against_textbook(k: int, n: int, seconds: float) -> dict[str, object]:
 def growth(k: int, n: int, seconds: float) -> dict[str, object]:
     """Milliseconds of one sample with its inclusion probabilities, and the ratio to top-k."""
     x = weights(n)
-    t = medians(
-        {"topk": lambda: x.topk(k), "sample": lambda: sample_with_inclusion(x, k)}, seconds
-    )
+    t = medians({"topk": lambda: x.topk(k), "sample": lambda: sample_with_inclusion(x, k)}, seconds)
     return {"k": k, "n": n, "sample_ms": 1e3 * t["sample"], "ratio": t["sample"] / t["topk"]}
 
 
@@ -101,23 +98,18 @@ def peak(k: int, n: int) -> float:
     """How far a sample raises the peak resident memory of this process, in copies of its input."""
     x = weights(n)
     sample_with_inclusion(x[:100_000], k)  # what is loaded on first use is not the sample's
-    ballast = torch.ones(n)  # so that the peak so far is known not to hide the sample's
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    base = _resident()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = _status("VmRSS")
     sample_with_inclusion(x, k)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    del ballast
-    slack = before - base
-    if after == before:
-        return slack * 1024 / (4 * n)
-    return (after - base) * 1024 / (4 * n)
+    return (_status("VmHWM") - before) * 1024 / (4 * n)
 
 
-def _resident() -> int:
+def _status(name: str) -> int:
+    """Kibibytes of this process, from Linux's books."""
     for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmRSS"):
+        if line.startswith(name):
             return int(line.split()[1])
-    raise RuntimeError("/proc/self/status has no VmRSS")
+    raise RuntimeError(f"/proc/self/status has no {name}")
 
 
 def table(title: str, rows: list[dict[str, object]]) -> str:

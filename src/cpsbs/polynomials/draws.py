@@ -23,45 +23,46 @@ def draw(population: Population, samples: int, generator: torch.Generator | None
     """[samples, R, K] positions of the items drawn, ascending."""
     rows, k = len(population.head), population.k
     row = torch.arange(rows, device=population.head.device).expand(samples, rows).flatten()
-    picked, count = _flip_head(population, row, generator)
-    if population.tail is not None:
-        _fill_from_tail(population, population.tail, row, picked, count, generator)
-    return picked.sort(dim=-1).values.view(samples, rows, k)
+    accept = _tail_counts(population)
+    picked = []
+    for part in row.split(1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])):
+        items, count = _flip_head(population, accept, part, generator)
+        if population.tail is not None:
+            _fill_from_tail(population, population.tail, part, items, count, generator)
+        picked.append(items)
+    return torch.cat(picked).view(samples, rows, k)
 
 
 def _flip_head(
-    population: Population, row: Tensor, generator: torch.Generator | None
+    population: Population, accept: Tensor, row: Tensor, generator: torch.Generator | None
 ) -> tuple[Tensor, Tensor]:
-    """[A, K] the head's items in the first places, for each entry of ``row`` [A]; [A] how many."""
+    """[A, K] the head's items, ascending, for each entry of ``row`` [A]; [A] how many there are.
+
+    ``accept`` [R, K + 2] is the probability to accept a number of heads.
+    """
     k, device = population.k, row.device
     p, _ = population.law.coins(population.head)
     coins = p.shape[-1]
-    accept = _tail_counts(population)
-    picked = torch.zeros((len(row), k + 1), dtype=torch.int64, device=device)
-    count = torch.zeros(len(row), dtype=torch.int64, device=device)
+    chosen = torch.empty((len(row), coins), dtype=torch.bool, device=device)
     pending = torch.arange(len(row), device=device)
-    budget = max(1, block_size(device) // max(coins, 1))
+    budget = 1 + block_size(device) // (1 + coins)
     enough = 8 * math.ceil(math.sqrt(variance_bound(k, coins)))
     while len(pending) > 0:
         batch, later = pending[:budget], pending[budget:]
-        tries = max(1, min(budget // len(batch), enough))
-        size = (tries, len(batch), coins + 1)
+        source = row[batch]
+        size = (max(1, min(budget // len(batch), enough)), len(batch), coins + 1)
         uniform = torch.rand(size, dtype=p.dtype, device=device, generator=generator)
-        flips = uniform[..., 1:] < p[row[batch]]
-        heads = flips.sum(-1)
-        accepted = uniform[..., 0] < accept[row[batch], heads.clamp(max=k + 1)]
-        done, first = accepted.max(dim=0)
-        which = done.nonzero()[:, 0]
-        first, finished = first[which], batch[which]
-        taken = flips[first, which]
-        count[finished] = heads[first, which]
-        # The i-th head goes to place i; tails all go to one place too many, which is cut off.
-        place = taken.cumsum(-1).sub_(1).masked_fill_(~taken, k)
-        picked[finished] = picked[finished].scatter_(
-            -1, place, population.head_index[row[finished]]
-        )
-        pending = torch.cat([batch[~done], later])
-    return picked[:, :k], count
+        flips = uniform[..., 1:] < p[source]
+        heads = flips.sum(-1).clamp_(max=k + 1)
+        accepted, attempt = (uniform[..., 0] < accept[source, heads]).max(dim=0)
+        done = accepted.nonzero()[:, 0]
+        chosen[batch[done]] = flips[attempt[done], done]
+        pending = torch.cat([batch[~accepted], later])
+    # The i-th head goes to place i; tails all go to one place too many, which is cut off.
+    place = chosen.cumsum(-1).sub_(1).masked_fill_(~chosen, k)
+    picked = torch.zeros((len(row), k + 1), dtype=torch.int64, device=device)
+    picked.scatter_(-1, place, population.head_index[row])
+    return picked[:, :k], chosen.sum(-1)
 
 
 def _tail_counts(population: Population) -> Tensor:
@@ -89,25 +90,22 @@ def _fill_from_tail(
     count: Tensor,
     generator: torch.Generator | None,
 ) -> None:
-    """Put items of the tail into the places of ``picked`` [A, K] from ``count`` [A] on."""
+    """Put items of the tail into the places of ``picked`` [A, K] from ``count`` [A] on, and sort."""
     k = population.k
     pending = (count < k).nonzero()[:, 0]
     if len(pending) == 0:
         return
-    place = torch.arange(k, device=row.device)
     cumulative = _cumulative(tail)
-    budget = max(1, block_size(row.device) // (k * tail.chunk))
+    place = torch.arange(k, device=row.device)
+    budget = 1 + block_size(row.device) // (k * tail.chunk)
     while len(pending) > 0:
         batch, later = pending[:budget], pending[budget:]
-        wanted = place >= count[batch, None]
-        owner, slot = wanted.nonzero(as_tuple=True)
-        # Negative numbers, all different, stand in the places that are not wanted.
-        drawn = (-1 - place).expand(len(batch), k).clone()
+        owner, slot = (place >= count[batch, None]).nonzero(as_tuple=True)
+        drawn = picked[batch]
         drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], generator)
-        ordered = drawn.sort(dim=-1).values
-        distinct = (ordered[:, 1:] != ordered[:, :-1]).all(-1)
-        filled = torch.where(wanted, drawn, picked[batch])
-        picked[batch[distinct]] = filled[distinct]
+        drawn = drawn.sort(dim=-1).values
+        distinct = (drawn[:, 1:] != drawn[:, :-1]).all(-1)
+        picked[batch[distinct]] = drawn[distinct]
         pending = torch.cat([batch[~distinct], later])
 
 
@@ -129,21 +127,18 @@ def _tail_items(
 ) -> Tensor:
     """[Q] one item of the tail for each entry of ``row`` [Q], in proportion to its weight."""
     rows, n = population.log_weights.shape
-    chunks = len(cumulative) // rows
     uniform = torch.rand((2, len(row)), dtype=torch.float64, device=row.device, generator=generator)
-    next_row = (row + 1).to(torch.float64)
-    target = torch.minimum(row + uniform[0], next_row.nextafter(torch.zeros_like(next_row)))
-    chunk = torch.searchsorted(cumulative, target, right=True) - row * chunks
+    # Rounded, row + uniform must stay below row + 1.
+    target = uniform[0].sub_(rows * 2.0**-52).clamp_(min=0).add_(row)
+    chunk = torch.searchsorted(cumulative, target, right=True) - row * tail.chunk_sums.shape[-1]
     item = (chunk * tail.chunk)[:, None] + torch.arange(tail.chunk, device=row.device)
-    known = item.clamp(max=n - 1)
-    head_index = population.head_index
-    in_head = head_index[row].contiguous()
-    found = torch.searchsorted(in_head, known).clamp_(max=head_index.shape[-1] - 1)
-    excluded = (in_head.gather(-1, found) == known) | (item >= n)
-    log_weight = population.log_weights[row[:, None], known].to(torch.float64)
-    unit = population.reference + tail.powers.largest
-    weight = (log_weight - unit[row, None]).exp_().masked_fill_(excluded, 0.0).cumsum(-1)
-    # The factor keeps the product below the total when it is rounded.
+    inside = item.clamp(max=n - 1)
+    head = population.head_index[row]
+    found = torch.searchsorted(head, inside).clamp_(max=head.shape[-1] - 1)
+    excluded = (head.gather(-1, found) == inside) | (item >= n)
+    log_weight = population.log_weights[row[:, None], inside].to(torch.float64)
+    weight = log_weight.sub_(tail.unit[row, None]).exp_().masked_fill_(excluded, 0.0).cumsum(-1)
+    # Rounded, the level must stay below the total.
     level = uniform[1] * weight[:, -1] * (1 - 2.0**-52)
     offset = (weight <= level[:, None]).sum(-1, keepdim=True)
     return item.gather(-1, offset)[:, 0]

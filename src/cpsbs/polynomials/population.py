@@ -31,7 +31,7 @@ from torch.nn.functional import pad
 
 from .bernoulli_sum import BernoulliSum, PowerSums, block_size
 
-TRUNCATION = 2.0**-52
+TRUNCATION = 1e-15
 """Largest contribution to a logarithm that may be cut off."""
 
 TAIL_SPREAD = 4.0
@@ -46,6 +46,8 @@ class Tail:
     """What is kept of the items outside the head; R rows."""
 
     powers: PowerSums
+    unit: Tensor
+    """[R] the log-weight that the sums are relative to, as given."""
     chunk_sums: Tensor
     """[R, C] the terms of the first power sum, added up chunk by chunk."""
     chunk: int
@@ -284,10 +286,11 @@ def _tail(population: Population, some_items: Tensor) -> Tail:
         terms += 1
 
     chunk = _chunk(population.n, head.shape[-1])
+    unit = unit + population.reference
     sums, chunk_sums = _power_sums(
-        population.log_weights, population.reference + unit, population.head_index, terms, chunk
+        population.log_weights, unit, population.head_index, terms, chunk
     )
-    return Tail(PowerSums(largest, sums), chunk_sums, chunk)
+    return Tail(PowerSums(largest, sums), unit, chunk_sums, chunk)
 
 
 def _power_sums(
