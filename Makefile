@@ -22,7 +22,8 @@ types: $(READY)
 	$(BIN)/mypy
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks.conditional_poisson --json benchmarks/results/conditional_poisson.json
+	$(BIN)/python -m benchmarks.conditional_poisson \
+		--json benchmarks/results/conditional_poisson.json --readme README.md
 
 format: $(READY)
 	$(BIN)/ruff check --fix

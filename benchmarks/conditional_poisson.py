@@ -1,6 +1,6 @@
 """Conditional Poisson sampling against plain top-k and against the textbook recurrence.
 
-    python -m benchmarks.conditional_poisson [--json FILE] [--quick]
+    python -m benchmarks.conditional_poisson [--json FILE] [--readme FILE] [--quick]
 
 Every figure is a ratio of medians that were measured in turns in the same run. Log-weights are
 float32, Gaussian with standard deviation 3 unless a row says otherwise.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -112,12 +113,23 @@ def _status(name: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {name}")
 
 
-def table(title: str, rows: list[dict[str, object]]) -> str:
+def table(rows: list[dict[str, object]]) -> str:
     """Rows as a Markdown table."""
     names = list(rows[0])
     cells = [[_cell(row[name]) for name in names] for row in rows]
-    lines = [f"\n{title}\n", "| " + " | ".join(names) + " |", "|" + "---:|" * len(names)]
+    lines = ["| " + " | ".join(names) + " |", "|" + "---:|" * len(names)]
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
+
+
+def into_readme(text: str, results: dict[str, object]) -> str:
+    """The README with these results in place of the tables behind ``<!-- table: NAME -->``."""
+
+    def replacement(found: re.Match[str]) -> str:
+        rows = results[found[1]]
+        assert isinstance(rows, list)
+        return f"<!-- table: {found[1]} -->\n{table(rows)}\n"
+
+    return re.sub(r"<!-- table: (\w+) -->\n(?:\|.*\n)*", replacement, text)
 
 
 def _cell(value: object) -> str:
@@ -130,6 +142,7 @@ def main() -> None:
     """Measure, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--readme", type=Path, help="also put the tables into this file")
     parser.add_argument("--quick", action="store_true", help="a tenth of the time")
     arguments = parser.parse_args()
     seconds = 1.0 if arguments.quick else 8.0
@@ -163,8 +176,11 @@ def main() -> None:
         [memory(20, 10**7)],
     )
     for name, (title, rows) in sections.items():
-        print(table(title, rows))
+        print(f"\n{title}\n\n{table(rows)}")
         results[name] = rows
+    if arguments.readme:
+        text = arguments.readme.read_text()
+        arguments.readme.write_text(into_readme(text, results))
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

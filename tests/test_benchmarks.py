@@ -22,4 +22,6 @@ def test_a_sample_of_ten_million_needs_little_memory() -> None:
 def test_the_textbook_recurrence_is_a_fair_reference(n: int, k: int) -> None:
     x = 3 * torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     textbook = textbook_log_normalizer(x, k)
-    torch.testing.assert_close(textbook, ConditionalPoisson(x, k).log_normalizer, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        textbook, ConditionalPoisson(x, k).log_normalizer, rtol=1e-12, atol=0
+    )

@@ -200,6 +200,7 @@ def test_rows_with_a_tail_do_not_see_each_other() -> None:
     x = torch.randn((6, 2001), generator=generator, dtype=torch.float64)
     x *= torch.tensor([0.0, 0.1, 1, 5, 20, 100], dtype=torch.float64)[:, None]
     x[1, 7], x[2, :1000], x[5, [1, 2000]] = INF, -INF, INF
+    x[0, [3, 4, 5]], x[3, 3:] = INF, -INF
     batch = ConditionalPoisson(x, 3)
     assert batch._population.tail is not None
     for r in range(6):
@@ -239,7 +240,7 @@ def test_results_are_ordinary_tensors() -> None:
         design.log_prob(sample),
     ):
         value += 0.0
-        (value * scale).sum().backward()
+        torch.autograd.grad((value * scale).sum(), scale)
     sample += 0
 
 
@@ -454,6 +455,8 @@ def test_bad_arguments_are_refused() -> None:
     design = ConditionalPoisson(tensor([0.0, 1.0, -INF]), 1)
     with pytest.raises(ValueError, match="weight zero"):
         design.condition_on(2)
+    with pytest.raises(ValueError, match="sample_shape is 5"):
+        design.sample(5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="index has 3"):
         design.condition_on(3)
     with pytest.raises(ValueError, match="weights is 'logits'"):

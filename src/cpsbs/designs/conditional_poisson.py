@@ -14,6 +14,7 @@ How the numbers come about is told in ``cpsbs.polynomials``.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
 
@@ -134,7 +135,7 @@ class ConditionalPoisson:
     def log_inclusion(self) -> Tensor:
         """[..., N] log π_n, the logarithm of the probability that item n is in the sample."""
         if self._wants_gradient:
-            return _LogInclusion.apply(self.log_weights, self)
+            return _apply(_LogInclusion, self)
         return self._log_inclusion.view(self.log_weights.shape)
 
     def log_inclusion_of(self, indices: Tensor) -> Tensor:
@@ -192,18 +193,22 @@ class ConditionalPoisson:
         is at least zero, so that small entropies keep their digits too.
         """
         if self._wants_gradient:
-            return _Entropy.apply(self.log_weights, self)
+            return _apply(_Entropy, self)
         return normalizer.entropy(self._population, self._log_inclusion).view(self.batch_shape)
 
     # ------------------------------------------------------------------ samples
 
     def sample(
-        self, sample_shape: tuple[int, ...] = (), generator: torch.Generator | None = None
+        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
     ) -> Tensor:
         """[*sample_shape, ..., K] distinct indices, ascending.
 
         The same generator state gives the same samples on the same device.
         """
+        if not isinstance(sample_shape, Sequence) or any(size < 0 for size in sample_shape):
+            raise ValueError(
+                f"sample_shape is {sample_shape!r}; it must be a tuple like (5,) or ()"
+            )
         samples = math.prod(sample_shape)
         with torch.inference_mode():
             picked = draw(self._population, samples, generator)
@@ -234,7 +239,7 @@ class ConditionalPoisson:
     def _relative_log_normalizer(self) -> Tensor:
         """[...] log Z of the weights relative to their references."""
         if self._wants_gradient:
-            return _RelativeLogNormalizer.apply(self.log_weights, self)
+            return _apply(_RelativeLogNormalizer, self)
         return normalizer.log_normalizer(self._population).view(self.batch_shape)
 
     @cached_property
@@ -260,7 +265,8 @@ class ConditionalPoisson:
     def _shape_of(self, indices: Tensor) -> torch.Size:
         if indices.shape[:-1] == self.batch_shape:
             return indices.shape
-        return torch.broadcast_shapes(indices.shape[:-1], self.batch_shape) + indices.shape[-1:]
+        batch = torch.broadcast_shapes(indices.shape[:-1], self.batch_shape)
+        return torch.Size([*batch, indices.shape[-1]])
 
     def _rows_of_indices(self, name: str, indices: Tensor, distinct: bool = False) -> Tensor:
         """Indices [..., m] as [S, R, m], checked."""
@@ -298,6 +304,11 @@ class ConditionalPoisson:
 
 
 # ---------------------------------------------------------------------- gradients
+
+
+def _apply(function: type[torch.autograd.Function], design: ConditionalPoisson) -> Tensor:
+    value: Tensor = function.apply(design.log_weights, design)
+    return value
 
 
 class _RelativeLogNormalizer(torch.autograd.Function):

@@ -70,8 +70,8 @@ def _checked(inclusion: Tensor, k: int) -> Tensor:
     precision = 1e-8 if inclusion.dtype == torch.float64 else 1e-4
     off = (total - k).abs()
     if float(off.max()) > precision * max(k, 1):
-        wrong = float(total.flatten()[off.argmax()])
-        raise ValueError(f"inclusion sums to {wrong}; it must sum to k = {k}")
+        worst = float(total.flatten()[off.argmax()])
+        raise ValueError(f"inclusion sums to {worst}; it must sum to k = {k}")
     for _ in range(3):
         variance = target * (1 - target)
         missing = k - target.sum(-1, keepdim=True)

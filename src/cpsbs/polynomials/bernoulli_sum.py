@@ -139,8 +139,8 @@ class Circle:
     theta: Tensor
     cos: Tensor
     sin: Tensor
-    depth: Tensor
-    """2 (1 − cos θ)"""
+    lift: Tensor
+    """2 (1 + cos θ)"""
     rotation: Tensor
     """e^{−iKθ} / (L/2)"""
 
@@ -153,7 +153,7 @@ class Circle:
         # The angle Kθ is reduced in whole numbers, so that it is exact.
         turned = ((k * odd) % (2 * points)).to(torch.float64) * (-math.pi / points)
         rotation = torch.complex(turned.cos(), turned.sin()) / len(odd)
-        return Circle(theta, theta.cos(), theta.sin(), 4 * (theta / 2).sin().square(), rotation)
+        return Circle(theta, theta.cos(), theta.sin(), 4 * (theta / 2).cos().square(), rotation)
 
 
 class BernoulliSum:
@@ -212,7 +212,7 @@ class BernoulliSum:
         """[..., m] P(S₋ₙ = K − ``fewer``) without the n-th of these coins [..., m], each in turn.
 
         For ``fewer`` 0 or 1. In real arithmetic: with G = φ e^{−ijθ}, the real part of
-        G / (q + p e^{iθ}) is (q Re G + p Re(G e^{−iθ})) / (1 − 2 p q (1 − cos θ)).
+        G / (q + p e^{iθ}) is (q Re G + p Re(G e^{−iθ})) / ((q − p)² + 2 p q (1 + cos θ)).
         """
         p, q = self.coins(log_weights)
         here, circle = self._turned.real, self._circle
@@ -221,11 +221,11 @@ class BernoulliSum:
             columns = torch.stack([here, here * circle.cos + aside], dim=-1)
         else:
             columns = torch.stack([here * circle.cos - aside, here], dim=-1)
-        depth = circle.depth
+        product, square = p * q, (q - p).square_()
         pieces = []
         for part in self._blocks(p):
-            inverse = (1 - (p[part] * q[part])[..., None] * depth).reciprocal_()
-            pieces.append(inverse @ columns)
+            modulus = product[part][..., None] * circle.lift + square[part][..., None]
+            pieces.append(modulus.reciprocal_() @ columns)
         both = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
         return q * both[..., 0] + p * both[..., 1]
 

@@ -25,7 +25,7 @@ def draw(population: Population, samples: int, generator: torch.Generator | None
     row = torch.arange(rows, device=population.head.device).expand(samples, rows).flatten()
     accept = _tail_counts(population)
     picked = []
-    for part in row.split(1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])):
+    for part in torch.split(row, 1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])):
         items, count = _flip_head(population, accept, part, generator)
         if population.tail is not None:
             _fill_from_tail(population, population.tail, part, items, count, generator)
@@ -90,7 +90,7 @@ def _fill_from_tail(
     count: Tensor,
     generator: torch.Generator | None,
 ) -> None:
-    """Put items of the tail into the places of ``picked`` [A, K] from ``count`` [A] on, and sort."""
+    """Put items of the tail into ``picked`` [A, K] from place ``count`` [A] on, and sort."""
     k = population.k
     pending = (count < k).nonzero()[:, 0]
     if len(pending) == 0:

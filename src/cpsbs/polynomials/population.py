@@ -16,7 +16,7 @@ P_1 e^s ≤ K (1 + u), and what is cut off is at most
 
 J is the smallest number that puts this below ``TRUNCATION``. At least M − K − 1 coins of the head
 that are not forced are as likely as any in the tail and together they expect at most K + 1 heads,
-so with M ≥ max(64, 16 K) u is below 1/4 for every input, and J below 30; typically it is 4 to 10.
+so with M ≥ 8 K + 80 u is below 1/4 for every input, and J below 25; typically it is 4 to 10.
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ def finite_or_zero(x: Tensor) -> Tensor:
 def split(log_weights: Tensor, k: int) -> Population:
     """Split rows [R, N] so that every error bound of this package holds.
 
-    The head starts with max(64, 16 K) items and grows until the tail is thin enough; where it would
+    The head starts with 8 K + 80 items and grows until the tail is thin enough; where it would
     become a sizeable part of the row, it becomes all of it.
 
     Raises:
         ValueError: if a row has a NaN or admits no sample.
     """
     n = log_weights.shape[-1]
-    size = max(64, 16 * k)
+    size = 8 * k + 80
     while True:
         if 4 * size >= n or len(log_weights) == 0:
             return _with_head(log_weights, k, n)[0]
@@ -244,7 +244,7 @@ def _largest(x: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
         values, index = x.topk(m, dim=-1)
         return values, index, x.new_empty((rows, 0))
     whole = n - n % chunk
-    maxima = x[:, :whole].unflatten(1, (-1, chunk)).amax(-1)
+    maxima = x[:, :whole].view(rows, -1, chunk).amax(-1)
     chosen = maxima.topk(m, dim=-1, sorted=False).indices
     candidates = chosen[..., None] * chunk + torch.arange(chunk, device=x.device)
     rest = torch.arange(whole, n, device=x.device).expand(rows, -1)
@@ -272,10 +272,10 @@ def _tail(population: Population, some_items: Tensor) -> Tail:
     # smaller and still too large. K + ½ heads are the most that is ever asked for.
     known = (population.relative(some_items) - unit[:, None]).exp_().sum(-1)
     log_weights = head - unit[:, None]
-    free, wanted = head.shape[-1], population.wanted(0.5)
+    wanted, free = population.wanted(0.5), torch.full_like(unit, head.shape[-1])
     if not population.plain:
         log_weights = torch.where(head < math.inf, log_weights, -math.inf)
-        free, wanted = free - population.forced, wanted - population.forced
+        wanted, free = wanted - population.forced, free - population.forced
     u = wanted / (free - wanted)
     for _ in range(3):
         expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1) + known * u / (1 + u)
@@ -324,7 +324,7 @@ def _power_sums(
             outside = (place < 0) | (place >= width)
             w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
             w, p = w[:, :padded], power[: len(given), :padded]
-            by_chunk = w.unflatten(-1, (-1, chunk)).sum(-1)
+            by_chunk = w.view(len(given), -1, chunk).sum(-1)
             powers = [by_chunk.sum(-1)]
             for j in range(1, terms):
                 torch.mul(w if j == 1 else p, w, out=p)
