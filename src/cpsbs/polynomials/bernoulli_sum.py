@@ -40,7 +40,7 @@ TAIL_ODDS_LIMIT = 0.25
 
 def block_size(device: torch.device) -> int:
     """Elements to work on at a time: within cache on a CPU, a full load for an accelerator."""
-    return 2**19 if device.type == "cpu" else 2**26
+    return 2**19 if device.type == "cpu" else 2**23
 
 
 class PowerSums:
