@@ -14,14 +14,15 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs_as_written() -> None:
-    found = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
-    assert found
-    code, shown = found.groups()
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(compile(code, "README.md", "exec"), {})
-    assert printed.getvalue() == shown
+def test_the_examples_run_as_written() -> None:
+    found = re.findall(r"```python\n(.*?)```\n\n```\n(.*?)```", README, re.DOTALL)
+    assert len(found) == README.count("```python") >= 2
+    names: dict[str, object] = {}
+    for code, shown in found:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "README.md", "exec"), names)
+        assert printed.getvalue() == shown
 
 
 def test_the_tables_are_those_of_the_last_benchmark() -> None:

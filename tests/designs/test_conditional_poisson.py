@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -78,7 +79,7 @@ def test_forced_and_excluded_items_agree_with_enumeration(data: st.DataObject) -
     weights = [data.draw(st.one_of(finite, st.just(INF), st.just(-INF))) for _ in range(n)]
     forced, positive = weights.count(INF), n - weights.count(-INF)
     if forced > k or positive < k:
-        with pytest.raises(ValueError, match="log_weights is"):
+        with pytest.raises(ValueError, match=r"log_weights (makes|is above)"):
             ConditionalPoisson(tensor(weights), k)
     else:
         check(weights, k, 1e-12)
@@ -244,6 +245,18 @@ def test_results_are_ordinary_tensors() -> None:
     sample += 0
 
 
+def test_results_can_be_changed_without_harm() -> None:
+    design = ConditionalPoisson(torch.zeros(6), 2)
+    entropy = design.entropy()
+    design.log_inclusion.exp_()
+    assert float(design.log_inclusion.exp().sum()) == pytest.approx(2)
+    assert torch.equal(design.entropy(), entropy)
+
+
+def test_k_may_be_any_integer_type() -> None:
+    assert ConditionalPoisson(torch.zeros(5), np.int64(3)).k == 3  # type: ignore[arg-type]
+
+
 def test_empty_designs() -> None:
     nothing = ConditionalPoisson(torch.empty(0), 0)
     assert nothing.log_normalizer == 0
@@ -330,6 +343,24 @@ def test_the_gradient_of_log_z_is_the_inclusion_probability(n: int) -> None:
     torch.testing.assert_close(gradient, design.log_inclusion.exp().float())
 
 
+def test_derivatives_we_do_not_have_are_refused() -> None:
+    x = tensor([0.0, 1.0, 2.0]).requires_grad_()
+    design = ConditionalPoisson(x, 2)
+    for value in (design.log_inclusion[0], design.entropy()):
+        (first,) = torch.autograd.grad(value, x, create_graph=True)
+        with pytest.raises(NotImplementedError, match="first derivatives only"):
+            torch.autograd.grad(first.sum() + (x**2).sum(), x)
+
+
+def test_a_probability_of_one_leaves_gradients_finite() -> None:
+    log_p = tensor([0.0, -1.0, -2.0, -3.0]).requires_grad_()
+    design = ConditionalPoisson.from_log_probs(log_p, 2)
+    (gradient,) = torch.autograd.grad(design.log_inclusion[1], log_p)
+    assert bool(gradient.isfinite().all())
+    assert float(gradient[0]) == 0
+    assert float(gradient[1]) > 0
+
+
 def test_certain_items_have_no_gradient() -> None:
     x = tensor([INF, 0.0, 1.0, -INF, 2.0]).requires_grad_()
     design = ConditionalPoisson(x, 2)
@@ -404,15 +435,15 @@ def test_annealed_to_zero_ties_are_broken_uniformly(anneal: float) -> None:
     ("weights", "k", "message"),
     [
         (tensor([0.0, math.nan]), 1, "NaN"),
-        (torch.zeros(3), -1, "k is -1; allowed are 0 to N = 3"),
-        (torch.zeros(3), 4, "k is 4; allowed are 0 to N = 3"),
-        (torch.zeros(3), 1.0, "k is 1.0; it must be an integer"),
-        (torch.zeros(3), True, "k is True; it must be an integer"),
+        (torch.zeros(3), -1, "k is -1; allowed are the integers from 0 to N = 3"),
+        (torch.zeros(3), 4, "k is 4; allowed are the integers from 0 to N = 3"),
+        (torch.zeros(3), 1.0, "k is 1.0; allowed are the integers"),
+        (torch.zeros(3), True, "k is True; allowed are the integers"),
         (torch.zeros(3, dtype=torch.int64), 1, "log_weights is torch.int64"),
         ([0.0, 1.0], 1, "log_weights is list"),
         (torch.zeros(()), 0, "log_weights has no dimension"),
-        (tensor([INF, INF, 0.0]), 1, "inf for 2 items of row 0; at most k = 1"),
-        (tensor([0.0, -INF, -INF]), 2, "only 1 items of row 0; k = 2"),
+        (tensor([INF, INF, 0.0]), 1, "makes 2 items of row 0 certain; at most k = 1"),
+        (tensor([0.0, -INF, -INF]), 2, "above -inf in only 1 places of row 0; k = 2"),
     ],
 )
 def test_bad_designs_are_refused(weights: Tensor, k: int, message: str) -> None:
@@ -427,10 +458,10 @@ def test_bad_rows_are_named() -> None:
         ConditionalPoisson(x, 3)
     x[2, 4321] = 0.0
     x[3, :4] = INF
-    with pytest.raises(ValueError, match="inf for 4 items of row 3"):
+    with pytest.raises(ValueError, match="makes 4 items of row 3 certain"):
         ConditionalPoisson(x, 3)
     x[3] = -INF
-    with pytest.raises(ValueError, match="only 0 items of row 3"):
+    with pytest.raises(ValueError, match="only 0 places of row 3"):
         ConditionalPoisson(x, 3)
 
 
@@ -453,19 +484,35 @@ def test_bad_subsets_are_refused(subset: Tensor, message: str) -> None:
 
 def test_bad_arguments_are_refused() -> None:
     design = ConditionalPoisson(tensor([0.0, 1.0, -INF]), 1)
-    with pytest.raises(ValueError, match="weight zero"):
+    with pytest.raises(ValueError, match="in no sample"):
         design.condition_on(2)
+    with pytest.raises(ValueError, match="in no sample"):
+        design.condition_on(0).condition_on(1)
+    with pytest.raises(ValueError, match=r"index has shape \[5\], which does not end in the batch"):
+        ConditionalPoisson(torch.zeros((3, 4)), 1).condition_on(torch.zeros(5, dtype=torch.long))
+    with pytest.raises(ValueError, match="indices is a list; it must be an integer tensor"):
+        design.log_inclusion_of([0, 1])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="subset is a scalar; it must be an integer tensor"):
+        design.log_prob(torch.tensor(0))
+    with pytest.raises(ValueError, match="generator has 2 generators"):
+        design.sample((), [torch.Generator(), torch.Generator()])
     with pytest.raises(ValueError, match="sample_shape is 5"):
         design.sample(5)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"sample_shape is \(2\.5,\)"):
+        design.sample((2.5,))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="index has 3"):
         design.condition_on(3)
     with pytest.raises(ValueError, match="weights is 'logits'"):
         ConditionalPoisson.from_log_probs(torch.zeros(2), 1, weights="logits")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="anneal is -1"):
         ConditionalPoisson.from_log_probs(torch.zeros(2), 1, anneal=-1)
+    with pytest.raises(ValueError, match=r"anneal is '0\.5'"):
+        ConditionalPoisson.from_log_probs(torch.zeros(2), 1, anneal="0.5")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="log_p is above -inf in only 1 places"):
+        ConditionalPoisson.from_log_probs(tensor([-1.0, -INF]), 2)
     with pytest.raises(ValueError, match=r"log_p has 0\.5"):
         ConditionalPoisson.from_log_probs(tensor([0.5, -1.0]), 1)
-    with pytest.raises(ValueError, match="log_p has nan"):
+    with pytest.raises(ValueError, match="log_p has a NaN"):
         ConditionalPoisson.from_log_probs(tensor([math.nan, -1.0]), 1)
 
 

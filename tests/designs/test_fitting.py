@@ -13,6 +13,13 @@ from torch import Tensor
 from cpsbs import ConditionalPoisson
 
 
+def test_tiny_probabilities_are_met_relatively() -> None:
+    """float64 knows the distance of 1 − 1e-12 from 1 to four digits, and the sum must be K."""
+    target = torch.tensor([1e-12, 1e-12, 1 - 1e-12, 1 - 1e-12], dtype=torch.float64)
+    fitted = ConditionalPoisson.fit(target, 2).log_inclusion.exp()
+    torch.testing.assert_close(fitted, target, rtol=3e-4, atol=0)
+
+
 def worst(target: Tensor, k: int) -> float:
     design = ConditionalPoisson.fit(target, k)
     return float((design.log_inclusion.exp() - target).abs().max())

@@ -14,6 +14,7 @@ from scipy import stats
 from torch import Tensor
 
 from cpsbs import ConditionalPoisson
+from cpsbs.randomness import split_seed
 
 FALSE_ALARM = 1e-4
 
@@ -180,6 +181,16 @@ def test_the_seed_decides() -> None:
     state = torch.get_rng_state()
     design.sample((), torch.Generator().manual_seed(1))
     assert torch.equal(state, torch.get_rng_state())
+
+
+def test_with_a_generator_for_each_row_other_rows_do_not_matter() -> None:
+    x = 2 * torch.randn((5, 6000), generator=torch.Generator().manual_seed(0))
+    together = ConditionalPoisson(x, 6).sample((), split_seed(3, 5))
+    for i in range(5):
+        alone = ConditionalPoisson(x[i], 6).sample((), split_seed(3, 5)[i : i + 1])
+        assert torch.equal(together[i], alone)
+    seeds = {g.initial_seed() for seed in range(30) for g in split_seed(seed, 30)}
+    assert len(seeds) == 900
 
 
 def test_no_sample_leaves_out_a_forced_item_or_takes_an_excluded_one() -> None:

@@ -14,6 +14,7 @@ How the numbers come about is told in ``cpsbs.polynomials``.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, Literal
@@ -25,17 +26,21 @@ from cpsbs.designs.fitting import fit_log_weights
 from cpsbs.polynomials import inclusion, normalizer
 from cpsbs.polynomials.draws import draw
 from cpsbs.polynomials.population import split
+from cpsbs.randomness import Generators, Streams
 
 
 class ConditionalPoisson:
-    """The conditional Poisson design over K of N items.
+    """The conditional Poisson design: Q(Y) = Π_{n ∈ Y} w_n / Z over the subsets Y of K of N items.
 
     Everything is computed and returned in float64, on the device of the weights.
     ``log_normalizer``, ``log_inclusion``, ``log_inclusion_of``, ``log_prob`` and ``entropy`` are
-    differentiable with respect to ``log_weights``.
+    differentiable with respect to ``log_weights``, ``log_normalizer`` twice; the transforms of
+    ``torch.func`` are not supported.
 
     Args:
-        log_weights: [..., N], of any floating dtype. Leading dimensions are independent designs.
+        log_weights: [..., N] log w, of any floating dtype; only their differences matter. -inf: an
+            item that is never taken; inf: one that always is (*forced*). Leading dimensions are
+            independent designs. The tensor is not copied and must not be changed afterwards.
         k: K, how many items a sample has; the same for the whole batch.
 
     Raises:
@@ -43,13 +48,12 @@ class ConditionalPoisson:
             items or fewer than K items of positive weight.
     """
 
-    def __init__(self, log_weights: Tensor, k: int) -> None:
-        _check_arguments("log_weights", log_weights, k)
+    def __init__(self, log_weights: Tensor, k: int, *, _name: str = "log_weights") -> None:
+        k = _checked_k(_name, log_weights, k)
         self.log_weights = log_weights
         self.k = k
-        self._population = split(
-            log_weights.detach().reshape(math.prod(self.batch_shape), self.n), k
-        )
+        rows = log_weights.detach().reshape(math.prod(self.batch_shape), self.n)
+        self._population = split(rows, k, _name)
 
     def __repr__(self) -> str:
         return f"ConditionalPoisson(k={self.k}, log_weights={list(self.log_weights.shape)})"
@@ -80,28 +84,39 @@ class ConditionalPoisson:
 
         ``anneal`` is the paper's annealing of the design, w ↦ w^{1/τ}; as it goes to 0 the sample
         becomes the set of the K most probable items, ties broken uniformly at random. It is not the
-        temperature of a model: that one changes p itself.
+        temperature of a model: that one changes p itself. Annealed weights are rescaled, so that
+        ``log_normalizer`` cannot be compared between values of ``anneal``.
 
         Args:
-            log_p: [..., N] logarithms of probabilities, so at most 0; they need not sum to one.
+            log_p: [..., N] logarithms of probabilities, so at most 0; they need not sum to one. For
+                logits, use ``logits.log_softmax(-1)``; in float64 where probabilities come close to
+                one, because float32 knows nothing between 1 − 6e-8 and 1, which is always.
             k: K.
             weights: "odds" or "probability".
             anneal: τ ≥ 0; 0 is the limit itself.
         """
-        _check_arguments("log_p", log_p, k)
+        k = _checked_k("log_p", log_p, k)
         if weights not in ("odds", "probability"):
             raise ValueError(f'weights is {weights!r}; allowed are "odds" and "probability"')
-        if not 0 <= anneal < math.inf:
-            raise ValueError(f"anneal is {anneal}; allowed are finite numbers from 0 on")
-        if log_p.numel() and not (largest := float(log_p.max())) <= 1e-3:  # also if it is NaN
-            raise ValueError(f"log_p has {largest}; a log-probability is at most 0")
+        if not isinstance(anneal, int | float) or not 0 <= anneal < math.inf:
+            raise ValueError(f"anneal is {anneal!r}; allowed are finite numbers from 0 on")
+        largest = float(log_p.detach().max()) if log_p.numel() else 0.0
+        if largest > 1e-3:
+            raise ValueError(
+                f"log_p has {largest}; a log-probability is at most 0 "
+                "(for logits, use logits.log_softmax(-1))"
+            )
         log_weights = log_p.to(torch.float64).clamp(max=0.0)
         if weights == "odds":
             # log p − log(1 − p); −expm1(log p) = 1 − p keeps its relative accuracy at both ends.
-            log_weights = log_weights - (-torch.expm1(log_weights)).log()
+            # p = 1 is set apart so that no gradient meets the infinity.
+            certain = log_weights == 0
+            uncertain = log_weights.masked_fill(certain, -1.0)
+            log_odds = uncertain - (-torch.expm1(uncertain)).log()
+            log_weights = log_odds.masked_fill(certain, math.inf)
         if anneal != 1.0:
             log_weights = _anneal(log_weights, k, anneal)
-        return cls(log_weights, k)
+        return cls(log_weights, k, _name="log_p")
 
     @classmethod
     def fit(cls, inclusion: Tensor, k: int) -> ConditionalPoisson:
@@ -113,10 +128,13 @@ class ConditionalPoisson:
 
         Args:
             inclusion: [..., N] inclusion probabilities; they may be exactly 0 and 1. float64
-                targets are met to 1e-10 if they sum to K to 1e-10.
+                targets that sum to K to 1e-10 are met to 1e-10. Gradients do not flow through.
             k: K.
+
+        Raises:
+            RuntimeError: if no design in float64 comes that close.
         """
-        _check_arguments("inclusion", inclusion, k)
+        k = _checked_k("inclusion", inclusion, k)
         log_weights = fit_log_weights(
             inclusion.detach(), k, lambda x: cls(x, k)._log_inclusion_odds()
         )
@@ -136,12 +154,13 @@ class ConditionalPoisson:
         """[..., N] log π_n, the logarithm of the probability that item n is in the sample."""
         if self._wants_gradient:
             return _apply(_LogInclusion, self)
-        return self._log_inclusion.view(self.log_weights.shape)
+        return self._log_inclusion.view(self.log_weights.shape).clone()
 
     def log_inclusion_of(self, indices: Tensor) -> Tensor:
         """[..., m] log π_n of these items [..., m] only, without computing the other N.
 
-        ``indices`` may have more leading dimensions than the design, as samples do.
+        ``indices`` may have more leading dimensions than the design, as samples do. (Where
+        gradients are wanted, the others are computed too.)
         """
         index = self._rows_of_indices("indices", indices)
         if self._wants_gradient:
@@ -155,7 +174,7 @@ class ConditionalPoisson:
 
     def log_prob(self, subset: Tensor) -> Tensor:
         """[...] log Q(Y) of the subsets [..., K]; the order of the items does not matter."""
-        if subset.shape[-1:] != (self.k,):
+        if isinstance(subset, Tensor) and subset.ndim and subset.shape[-1] != self.k:
             raise ValueError(
                 f"subset has shape {list(subset.shape)}; its last dimension must be k = {self.k}"
             )
@@ -172,7 +191,8 @@ class ConditionalPoisson:
         """[..., m, m] log P(i and j are both in) for the items [..., m]; the diagonal is log π_i.
 
         P(i, j) = π_i · P(j | i), and the design given i is conditional Poisson with K − 1 of the
-        others: no difference of nearly equal numbers, whether weights are tied or not.
+        others: no difference of nearly equal numbers, whether weights are tied or not. Not
+        differentiable.
         """
         index = self._rows_of_indices("subset", subset, distinct=True)
         y = self._relative_weights(index)
@@ -198,36 +218,46 @@ class ConditionalPoisson:
 
     # ------------------------------------------------------------------ samples
 
-    def sample(
-        self, sample_shape: Sequence[int] = (), generator: torch.Generator | None = None
-    ) -> Tensor:
+    def sample(self, sample_shape: Sequence[int] = (), generator: Generators = None) -> Tensor:
         """[*sample_shape, ..., K] distinct indices, ascending.
 
-        The same generator state gives the same samples on the same device.
+        ``generator`` lives on the device of the weights; the same state of it gives the same
+        samples on the same device. With a list of generators, one for each design of the batch, the
+        samples of one do not depend on the others.
         """
-        if not isinstance(sample_shape, Sequence) or any(size < 0 for size in sample_shape):
+        sizes = sample_shape if isinstance(sample_shape, tuple | list) else (-1,)
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
             raise ValueError(
-                f"sample_shape is {sample_shape!r}; it must be a tuple like (5,) or ()"
+                f"sample_shape is {sample_shape!r}; it must be a tuple of integers, such as (5,)"
             )
         samples = math.prod(sample_shape)
         with torch.inference_mode():
-            picked = draw(self._population, samples, generator)
+            streams = Streams(generator, math.prod(self.batch_shape), self.log_weights.device)
+            picked = draw(self._population, samples, streams)
         return picked.clone().view(*sample_shape, *self.batch_shape, self.k)
 
     def condition_on(self, index: Tensor | int) -> ConditionalPoisson:
         """The design given that item ``index`` [...] is in: the paper's Q̃ (eq:beam_cp_p).
 
-        ``index`` may have more leading dimensions than the design, which become dimensions of the
-        result.
+        One item for each design; dimensions that ``index`` has before those of the batch become
+        dimensions of the result, with a design for each item. To condition on several items,
+        condition again.
         """
         index = torch.as_tensor(index, device=self.log_weights.device)
         if index.ndim < len(self.batch_shape):
             index = index.expand(self.batch_shape)
-        self._rows_of_indices("index", index[..., None])
-        weights = self.log_weights.expand(*index.shape, self.n)
-        if bool((weights.gather(-1, index[..., None]) == -math.inf).any()):
-            raise ValueError("index names an item of weight zero, which is in no sample")
-        return ConditionalPoisson(weights.scatter(-1, index[..., None], math.inf), self.k)
+        if index.shape[index.ndim - len(self.batch_shape) :] != self.batch_shape:
+            raise ValueError(
+                f"index has shape {list(index.shape)}, which does not end in the batch "
+                f"{list(self.batch_shape)} of the design"
+            )
+        index = index[..., None]
+        self._rows_of_indices("index", index)
+        with torch.no_grad():
+            if bool((self.log_inclusion_of(index) == -math.inf).any()):
+                raise ValueError("index names an item that is in no sample")
+        weights = self.log_weights.expand(*index.shape[:-1], self.n)
+        return ConditionalPoisson(weights.scatter(-1, index, math.inf), self.k)
 
     # ------------------------------------------------------------------ internals, on rows [R, ...]
 
@@ -270,6 +300,9 @@ class ConditionalPoisson:
 
     def _rows_of_indices(self, name: str, indices: Tensor, distinct: bool = False) -> Tensor:
         """Indices [..., m] as [S, R, m], checked."""
+        if not isinstance(indices, Tensor) or indices.ndim == 0:
+            kind = "a scalar" if isinstance(indices, Tensor) else f"a {type(indices).__name__}"
+            raise ValueError(f"{name} is {kind}; it must be an integer tensor of shape [..., m]")
         if (
             indices.dtype.is_floating_point
             or indices.dtype.is_complex
@@ -338,11 +371,11 @@ class _LogInclusion(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         log_weights, value = ctx.saved_tensors
-        vector = torch.where(value > -math.inf, grads[0] * (-value).exp(), 0.0)
-        return ctx.design._covariance_product(vector).to(log_weights.dtype), None
+        vector = torch.where(value > -math.inf, grads[0].detach() * (-value).exp(), 0.0)
+        product = ctx.design._covariance_product(vector)
+        return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
 
 
 class _Entropy(torch.autograd.Function):
@@ -355,28 +388,48 @@ class _Entropy(torch.autograd.Function):
         return design.entropy()
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (log_weights,) = ctx.saved_tensors
         y = ctx.design._population.relative(ctx.design._population.log_weights)
         y = torch.where(y.isfinite(), y, 0.0).view(log_weights.shape)
-        product = ctx.design._covariance_product(y)
-        return (-grads[0][..., None] * product).to(log_weights.dtype), None
+        product = -grads[0].detach()[..., None] * ctx.design._covariance_product(y)
+        return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
+
+
+class _Last(torch.autograd.Function):
+    """A gradient that depends on what it was computed from, but cannot be differentiated again.
+
+    Without it the second derivative would silently be zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> None:
+        raise NotImplementedError(
+            "log_inclusion and entropy of a conditional Poisson design have first derivatives only"
+        )
 
 
 # ---------------------------------------------------------------------- pieces
 
 
-def _check_arguments(name: str, values: Tensor, k: int) -> None:
+def _checked_k(name: str, values: Tensor, k: int) -> int:
+    """K as a plain integer, if the weights and K make sense together."""
     if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(f"{name} is {kind}; it must be a tensor of a floating dtype")
     if values.ndim == 0:
         raise ValueError(f"{name} has no dimension; it must have shape [..., N]")
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise ValueError(f"k is {k!r}; it must be an integer")
-    if not 0 <= k <= values.shape[-1]:
-        raise ValueError(f"k is {k}; allowed are 0 to N = {values.shape[-1]}")
+    try:
+        number = -1 if isinstance(k, bool) else operator.index(k)
+    except TypeError:
+        number = -1
+    if not 0 <= number <= values.shape[-1]:
+        raise ValueError(f"k is {k!r}; allowed are the integers from 0 to N = {values.shape[-1]}")
+    return number
 
 
 def _anneal(log_weights: Tensor, k: int, anneal: float) -> Tensor:

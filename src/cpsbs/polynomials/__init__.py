@@ -26,6 +26,8 @@ The modules, in the order in which a candidate meets them:
     of which a few power sums are enough.
 ``bernoulli_sum``
     finds the tilt and the law of S.
+``inclusion``, ``normalizer``
+    π, joint π and what derives from them; log Z and the entropy.
 ``draws``
     draws samples: flips the coins until K come up heads.
 """

@@ -15,26 +15,28 @@ import math
 import torch
 from torch import Tensor
 
+from cpsbs.randomness import Streams
+
 from .bernoulli_sum import alias_free, block_size, variance_bound
 from .population import Population, Tail
 
 
-def draw(population: Population, samples: int, generator: torch.Generator | None) -> Tensor:
+def draw(population: Population, samples: int, streams: Streams) -> Tensor:
     """[samples, R, K] positions of the items drawn, ascending."""
     rows, k = len(population.head), population.k
     row = torch.arange(rows, device=population.head.device).expand(samples, rows).flatten()
     accept = _tail_counts(population)
     picked = []
     for part in torch.split(row, 1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])):
-        items, count = _flip_head(population, accept, part, generator)
+        items, count = _flip_head(population, accept, part, streams)
         if population.tail is not None:
-            _fill_from_tail(population, population.tail, part, items, count, generator)
+            _fill_from_tail(population, population.tail, part, items, count, streams)
         picked.append(items)
     return torch.cat(picked).view(samples, rows, k)
 
 
 def _flip_head(
-    population: Population, accept: Tensor, row: Tensor, generator: torch.Generator | None
+    population: Population, accept: Tensor, row: Tensor, streams: Streams
 ) -> tuple[Tensor, Tensor]:
     """[A, K] the head's items, ascending, for each entry of ``row`` [A]; [A] how many there are.
 
@@ -50,13 +52,14 @@ def _flip_head(
     while len(pending) > 0:
         batch, later = pending[:budget], pending[budget:]
         source = row[batch]
-        size = (max(1, min(budget // len(batch), enough)), len(batch), coins + 1)
-        uniform = torch.rand(size, dtype=p.dtype, device=device, generator=generator)
-        flips = uniform[..., 1:] < p[source]
+        # What a stream of its own is asked for must not depend on the other rows.
+        tries = enough if streams.separate else max(1, min(budget // len(batch), enough))
+        uniform = streams.uniform(source, (tries, coins + 1))
+        flips = uniform[..., 1:] < p[source, None, :]
         heads = flips.sum(-1).clamp_(max=k + 1)
-        accepted, attempt = (uniform[..., 0] < accept[source, heads]).max(dim=0)
+        accepted, attempt = (uniform[..., 0] < accept[source[:, None], heads]).max(dim=-1)
         done = accepted.nonzero()[:, 0]
-        chosen[batch[done]] = flips[attempt[done], done]
+        chosen[batch[done]] = flips[done, attempt[done]]
         pending = torch.cat([batch[~accepted], later])
     # The i-th head goes to place i; tails all go to one place too many, which is cut off.
     place = chosen.cumsum(-1).sub_(1).masked_fill_(~chosen, k)
@@ -88,7 +91,7 @@ def _fill_from_tail(
     row: Tensor,
     picked: Tensor,
     count: Tensor,
-    generator: torch.Generator | None,
+    streams: Streams,
 ) -> None:
     """Put items of the tail into ``picked`` [A, K] from place ``count`` [A] on, and sort."""
     k = population.k
@@ -102,7 +105,7 @@ def _fill_from_tail(
         batch, later = pending[:budget], pending[budget:]
         owner, slot = (place >= count[batch, None]).nonzero(as_tuple=True)
         drawn = picked[batch]
-        drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], generator)
+        drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], streams)
         drawn = drawn.sort(dim=-1).values
         distinct = (drawn[:, 1:] != drawn[:, :-1]).all(-1)
         picked[batch[distinct]] = drawn[distinct]
@@ -123,13 +126,13 @@ def _tail_items(
     tail: Tail,
     cumulative: Tensor,
     row: Tensor,
-    generator: torch.Generator | None,
+    streams: Streams,
 ) -> Tensor:
     """[Q] one item of the tail for each entry of ``row`` [Q], in proportion to its weight."""
     rows, n = population.log_weights.shape
-    uniform = torch.rand((2, len(row)), dtype=torch.float64, device=row.device, generator=generator)
+    uniform = streams.uniform(row, (2,))
     # Rounded, row + uniform must stay below row + 1.
-    target = uniform[0].sub_(rows * 2.0**-52).clamp_(min=0).add_(row)
+    target = (uniform[:, 0] - rows * 2.0**-52).clamp_(min=0).add_(row)
     chunk = torch.searchsorted(cumulative, target, right=True) - row * tail.chunk_sums.shape[-1]
     item = (chunk * tail.chunk)[:, None] + torch.arange(tail.chunk, device=row.device)
     inside = item.clamp(max=n - 1)
@@ -139,6 +142,6 @@ def _tail_items(
     log_weight = population.log_weights[row[:, None], inside].to(torch.float64)
     weight = log_weight.sub_(tail.unit[row, None]).exp_().masked_fill_(excluded, 0.0).cumsum(-1)
     # Rounded, the level must stay below the total.
-    level = uniform[1] * weight[:, -1] * (1 - 2.0**-52)
+    level = uniform[:, 1] * weight[:, -1] * (1 - 2.0**-52)
     offset = (weight <= level[:, None]).sum(-1, keepdim=True)
     return item.gather(-1, offset)[:, 0]

@@ -153,21 +153,21 @@ def finite_or_zero(x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def split(log_weights: Tensor, k: int) -> Population:
+def split(log_weights: Tensor, k: int, name: str = "log_weights") -> Population:
     """Split rows [R, N] so that every error bound of this package holds.
 
     The head starts with 8 K + 80 items and grows until the tail is thin enough; where it would
     become a sizeable part of the row, it becomes all of it.
 
     Raises:
-        ValueError: if a row has a NaN or admits no sample.
+        ValueError: if a row has a NaN or admits no sample; ``name`` is what it calls the weights.
     """
     n = log_weights.shape[-1]
     size = 8 * k + 80
     while True:
         if 4 * size >= n or len(log_weights) == 0:
-            return _with_head(log_weights, k, n)[0]
-        population, tail_items = _with_head(log_weights, k, size)
+            return _with_head(log_weights, k, n, name)[0]
+        population, tail_items = _with_head(log_weights, k, size, name)
         population = replace(population, tail=_tail(population, tail_items))
         assert population.tail is not None
         powers = population.tail.powers
@@ -177,11 +177,11 @@ def split(log_weights: Tensor, k: int) -> Population:
         size *= 4
 
 
-def _with_head(log_weights: Tensor, k: int, size: int) -> tuple[Population, Tensor]:
+def _with_head(log_weights: Tensor, k: int, size: int, name: str) -> tuple[Population, Tensor]:
     """The population without its tail, and the few items of the tail that ``_largest`` knows."""
     values, index, tail_items = _largest(log_weights, size)
     ranked = pad(pad(values.to(torch.float64), (1, 0), value=math.inf), (0, 1), value=-math.inf)
-    plain = _check(ranked, k)
+    plain = _check(ranked, k, name)
     reference = ranked[:, k]
     if not plain:
         # The K-th largest is forced only if all places are.
@@ -203,7 +203,7 @@ def _with_head(log_weights: Tensor, k: int, size: int) -> tuple[Population, Tens
     return population, tail_items
 
 
-def _check(ranked: Tensor, k: int) -> bool:
+def _check(ranked: Tensor, k: int, name: str) -> bool:
     """Refuse rows that admit no sample; true if no row is extraordinary."""
     if len(ranked) == 0:
         return True
@@ -216,15 +216,15 @@ def _check(ranked: Tensor, k: int) -> bool:
     forced, positive = (values == math.inf).sum(-1), (values > -math.inf).sum(-1)
     if bool(values.isnan().any()):
         row = int(values.isnan().any(-1).nonzero()[0, 0])
-        raise ValueError(f"log_weights has a NaN (row {row}); allowed are numbers, -inf and inf")
+        raise ValueError(f"{name} has a NaN (row {row}); allowed are numbers, -inf and inf")
     if int(forced.max()) > k:
         raise ValueError(
-            f"log_weights is inf for {int(forced.max())} items of row {int(forced.argmax())}; "
-            f"at most k = {k} items can be in every sample"
+            f"{name} makes {int(forced.max())} items of row {int(forced.argmax())} certain; "
+            f"at most k = {k} can be in every sample"
         )
     if int(positive.min()) < k:
         raise ValueError(
-            f"log_weights is above -inf for only {int(positive.min())} items of row "
+            f"{name} is above -inf in only {int(positive.min())} places of row "
             f"{int(positive.argmin())}; k = {k} needs at least {k}"
         )
     return False

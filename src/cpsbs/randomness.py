@@ -1,0 +1,60 @@
+"""Uniform random numbers for rows: from one generator for all of them, or from one for each.
+
+With one for each, what a row gets does not depend on the other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Generators = torch.Generator | Sequence[torch.Generator] | None
+"""One generator, one for each row, or torch's default one."""
+
+
+class Streams:
+    """Random numbers for ``rows`` rows on a device."""
+
+    def __init__(self, generator: Generators, rows: int, device: torch.device) -> None:
+        if isinstance(generator, Sequence) and len(generator) != rows:
+            raise ValueError(
+                f"generator has {len(generator)} generators; it must have one for each row, {rows}"
+            )
+        self._generator = generator
+        self._device = device
+
+    @property
+    def separate(self) -> bool:
+        """Each row has a stream of its own."""
+        return isinstance(self._generator, Sequence)
+
+    def uniform(self, row: Tensor, size: tuple[int, ...]) -> Tensor:
+        """[A, *size] float64 in [0, 1), for the rows [A] named."""
+        if isinstance(self._generator, Sequence):
+            drawn = [self._draw(size, self._generator[r]) for r in row.tolist()]
+            return torch.stack(drawn) if drawn else self._draw((0, *size), None)
+        return self._draw((len(row), *size), self._generator)
+
+    def select(self, rows: Tensor) -> Streams:
+        """The streams of some of the rows."""
+        if isinstance(self._generator, Sequence):
+            chosen = [self._generator[r] for r in rows.tolist()]
+            return Streams(chosen, len(chosen), self._device)
+        return self
+
+    def _draw(self, size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
+        return torch.rand(size, dtype=torch.float64, device=self._device, generator=generator)
+
+
+def split_seed(seed: int, count: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
+    """One generator for each of ``count`` sources; the i-th depends on the seed and i alone."""
+    generators = []
+    for i in range(count):
+        # A 64-bit mix (splitmix64), so that neighbouring seeds and sources share nothing.
+        mixed = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+        generators.append(torch.Generator(device).manual_seed((mixed ^ (mixed >> 31)) % 2**63))
+    return generators
