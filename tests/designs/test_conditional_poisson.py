@@ -361,6 +361,35 @@ def test_a_probability_of_one_leaves_gradients_finite() -> None:
     assert float(gradient[1]) > 0
 
 
+def test_rare_items_do_not_spoil_gradients() -> None:
+    """Log π = −1000: its covariances are not representable, its derivatives are."""
+    x = tensor([0.0, 1.0, 2.0, -1000.0, -1200.0]).requires_grad_()
+    design = ConditionalPoisson(x, 2)
+    (likely,) = torch.autograd.grad(design.log_inclusion[0], x)
+    small = ConditionalPoisson(tensor([0.0, 1.0, 2.0]).requires_grad_(), 2)
+    (expected,) = torch.autograd.grad(small.log_inclusion[0], small.log_weights)
+    torch.testing.assert_close(likely[:3], expected)
+    assert float(likely[3:].abs().max()) == 0
+    (rare,) = torch.autograd.grad(design.log_inclusion[3], x)
+    step = 1e-6
+    for j in range(5):
+        moved = [x.detach() + sign * step * torch.eye(5).double()[j] for sign in (1, -1)]
+        up, down = (ConditionalPoisson(m, 2).log_inclusion[3] for m in moved)
+        assert float(rare[j]) == pytest.approx(float((up - down) / (2 * step)), abs=1e-6)
+    (gradient,) = torch.autograd.grad(design.log_normalizer, x, create_graph=True)
+    (second,) = torch.autograd.grad(gradient[0], x)
+    assert bool(second.isfinite().all())
+
+
+def test_forced_items_are_not_part_of_the_normalizer() -> None:
+    x = tensor([INF, 1.0, 2.0, 0.0]).requires_grad_()
+    design = ConditionalPoisson(x, 2)
+    (gradient,) = torch.autograd.grad(design.log_normalizer, x)
+    torch.testing.assert_close(gradient, torch.cat([torch.zeros(1), x.detach()[1:].softmax(0)]))
+    (gradient,) = torch.autograd.grad(design.log_prob(torch.tensor([0, 1])), x)
+    assert float(gradient[0]) == 0
+
+
 def test_certain_items_have_no_gradient() -> None:
     x = tensor([INF, 0.0, 1.0, -INF, 2.0]).requires_grad_()
     design = ConditionalPoisson(x, 2)
@@ -514,6 +543,45 @@ def test_bad_arguments_are_refused() -> None:
         ConditionalPoisson.from_log_probs(tensor([0.5, -1.0]), 1)
     with pytest.raises(ValueError, match="log_p has a NaN"):
         ConditionalPoisson.from_log_probs(tensor([math.nan, -1.0]), 1)
+
+
+def test_log_prob_does_not_cancel() -> None:
+    """Weights e^±1000 cancel between a subset and the normaliser; log Q is never positive."""
+    x = torch.cat([torch.full((399,), 1e3), torch.zeros(2), torch.full((599,), -1e3)]).double()
+    design = ConditionalPoisson(x, 400)
+    for other in (399, 400):
+        log_q = design.log_prob(torch.cat([torch.arange(399), torch.tensor([other])]))
+        assert float(log_q) == pytest.approx(-math.log(2), abs=1e-12)
+    steep = ConditionalPoisson(-1e6 * torch.arange(9).double(), 4)
+    assert float(steep.log_prob(torch.arange(4))) == 0
+
+
+def test_an_offset_does_not_cost_digits() -> None:
+    x = torch.randn(2000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = (x * 2**20).round() / 2**20  # so that adding 1e6 is exact
+    plain, far = ConditionalPoisson(x, 5), ConditionalPoisson(x + 2.0**20, 5)
+    assert plain._population.tail is not None
+    torch.testing.assert_close(far.log_inclusion, plain.log_inclusion, rtol=1e-13, atol=1e-13)
+    index = torch.arange(2000)
+    torch.testing.assert_close(
+        far.log_inclusion_of(index), far.log_inclusion, rtol=1e-13, atol=1e-13
+    )
+
+
+def test_what_is_cached_in_inference_mode_can_be_used_outside() -> None:
+    x = torch.zeros(6, requires_grad=True)
+    design = ConditionalPoisson(x, 2)
+    with torch.inference_mode():
+        assert design.log_inclusion.shape == (6,)
+    torch.autograd.grad(design.log_inclusion.sum(), x)
+
+
+def test_many_large_rows_need_little_memory_for_the_tilt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is summed coin by coin comes to the same in parts."""
+    x = torch.randn((3, 300), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    whole = ConditionalPoisson(x, 100).log_inclusion
+    monkeypatch.setattr("cpsbs.polynomials.bernoulli_sum.block_size", lambda _: 64)
+    torch.testing.assert_close(ConditionalPoisson(x, 100).log_inclusion, whole)
 
 
 def test_impossible_subsets_have_probability_zero() -> None:

@@ -202,6 +202,16 @@ def test_no_sample_leaves_out_a_forced_item_or_takes_an_excluded_one() -> None:
     assert int(samples.max()) < 1000
 
 
+@pytest.mark.parametrize("floor", [float("-inf"), -1e4])
+def test_a_row_without_a_tail_beside_one_with(floor: float) -> None:
+    x = torch.zeros((3, 2000), dtype=torch.float64)
+    x[1, 96:] = floor
+    samples = ConditionalPoisson(x, 2).sample((300,), torch.Generator().manual_seed(1))
+    assert int(samples[:, 1].max()) < 96
+    assert int(samples[:, 0].max()) > 96
+    assert int(samples[:, 2].max()) > 96
+
+
 def test_a_tail_of_zeros_is_never_drawn() -> None:
     x = torch.full((2, 3000), float("-inf"))
     x[0, ::100], x[1, 5:10] = 0.0, 0.0

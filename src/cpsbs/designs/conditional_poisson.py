@@ -38,9 +38,10 @@ class ConditionalPoisson:
     ``torch.func`` are not supported.
 
     Args:
-        log_weights: [..., N] log w, of any floating dtype; only their differences matter. -inf: an
-            item that is never taken; inf: one that always is (*forced*). Leading dimensions are
-            independent designs. The tensor is not copied and must not be changed afterwards.
+        log_weights: [..., N] log w, in float64, 32, 16 or bfloat16; only their differences matter.
+            -inf: an item that is never taken; inf: one that always is (*forced*). Leading
+            dimensions are independent designs. The tensor is not copied and must not be changed
+            afterwards.
         k: K, how many items a sample has; the same for the whole batch.
 
     Raises:
@@ -179,12 +180,14 @@ class ConditionalPoisson:
                 f"subset has shape {list(subset.shape)}; its last dimension must be k = {self.k}"
             )
         index = self._rows_of_indices("subset", subset, distinct=True)
-        y = self._relative_weights(index, self.log_weights)
-        forced = y == math.inf
-        product = torch.where(forced, 0.0, y).sum(-1)
-        normalizer = self._relative_log_normalizer.view(-1)
-        missing = forced.sum(-1) < self._population.forced
-        log_q = torch.where(missing, -math.inf, product - normalizer)
+        with torch.no_grad():
+            log_q = normalizer.log_prob(self._population, self._relative_weights(index))
+        if self._wants_gradient:
+            # The same, less accurately, for the sake of its gradient.
+            y = self._relative_weights(index, self.log_weights)
+            product = torch.where(y.isfinite(), y, 0.0).sum(-1)
+            path = product - self._relative_log_normalizer.view(-1)
+            log_q = log_q + (path - path.detach())
         return log_q.view(self._shape_of(subset)[:-1])
 
     def joint_log_inclusion(self, subset: Tensor) -> Tensor:
@@ -197,7 +200,9 @@ class ConditionalPoisson:
         index = self._rows_of_indices("subset", subset, distinct=True)
         y = self._relative_weights(index)
         single = inclusion.log_inclusion_at(self._population, y)
-        given = torch.stack([inclusion.log_conditional_inclusion(self._population, s) for s in y])
+        given = torch.zeros((*y.shape, y.shape[-1]), dtype=torch.float64, device=y.device)
+        for sample, out in zip(y, given, strict=True):
+            out.copy_(inclusion.log_conditional_inclusion(self._population, sample))
         joint = torch.where(single[..., None] == -math.inf, -math.inf, single[..., None] + given)
         joint.diagonal(dim1=-2, dim2=-1).copy_(single)
         shape = self._shape_of(subset)
@@ -222,8 +227,9 @@ class ConditionalPoisson:
         """[*sample_shape, ..., K] distinct indices, ascending.
 
         ``generator`` lives on the device of the weights; the same state of it gives the same
-        samples on the same device. With a list of generators, one for each design of the batch, the
-        samples of one do not depend on the others.
+        samples on the same device. With a list of generators, one for each design of the batch, a
+        sample (of shape ()) does not depend on the other designs, unless their weights are so flat
+        that more of them have to be looked at one by one.
         """
         sizes = sample_shape if isinstance(sample_shape, tuple | list) else (-1,)
         if not all(isinstance(size, int) and size >= 0 for size in sizes):
@@ -274,8 +280,9 @@ class ConditionalPoisson:
 
     @cached_property
     def _log_inclusion(self) -> Tensor:
-        """[R, N] log π, computed once."""
-        return inclusion.log_inclusion(self._population)
+        """[R, N] log π, computed once; an ordinary tensor even if asked for in inference mode."""
+        with torch.inference_mode(False), torch.no_grad():
+            return inclusion.log_inclusion(self._population)
 
     def _log_inclusion_odds(self) -> Tensor:
         return inclusion.log_inclusion_odds(self._population).view(self.log_weights.shape)
@@ -284,6 +291,20 @@ class ConditionalPoisson:
         """[..., N] Σ_j Cov(i, j) v_j for v [..., N]."""
         rows = vector.reshape(self._population.log_weights.shape)
         return inclusion.covariance_product(self._population, rows).view(vector.shape)
+
+    def _gradient_of_rare(self, vector: Tensor) -> Tensor:
+        """[..., N] Σ_i v_i ∂ log π_i / ∂ log w_j over items i whose π is next to nothing.
+
+        Such an item changes nothing for the others, so log π_i = log w_i + log e_{K−1} − log e_K of
+        all items, and the derivative is δ_ij + π_j − π'_j, where π' has K picks and π K − 1.
+        """
+        rows = vector.reshape(self._population.log_weights.shape)
+        out = torch.zeros_like(rows)
+        some = rows.any(-1).nonzero()[:, 0]
+        fewer = ConditionalPoisson(self._population.log_weights[some], self.k - 1)
+        change = fewer.log_inclusion.exp() - self._log_inclusion[some].exp()
+        out[some] = rows[some] + rows[some].sum(-1, keepdim=True) * change
+        return out.masked_fill(self._population.log_weights == math.inf, 0.0).view(vector.shape)
 
     def _relative_weights(self, index: Tensor, log_weights: Tensor | None = None) -> Tensor:
         """[S, R, m] relative log-weights of the items index [S, R, m]."""
@@ -338,6 +359,9 @@ class ConditionalPoisson:
 
 # ---------------------------------------------------------------------- gradients
 
+RARE = -500.0
+"""log π below which an item's covariances are not representable."""
+
 
 def _apply(function: type[torch.autograd.Function], design: ConditionalPoisson) -> Tensor:
     value: Tensor = function.apply(design.log_weights, design)
@@ -357,6 +381,8 @@ class _RelativeLogNormalizer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (log_weights,) = ctx.saved_tensors
         inclusion = _LogInclusion.apply(log_weights, ctx.design).exp()
+        # log Z is that of the items that are not forced.
+        inclusion = inclusion.masked_fill(log_weights == math.inf, 0.0)
         return (grads[0][..., None] * inclusion).to(log_weights.dtype), None
 
 
@@ -373,8 +399,12 @@ class _LogInclusion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         log_weights, value = ctx.saved_tensors
-        vector = torch.where(value > -math.inf, grads[0].detach() * (-value).exp(), 0.0)
-        product = ctx.design._covariance_product(vector)
+        grad = grads[0].detach()
+        rare = value < RARE
+        product = ctx.design._covariance_product(torch.where(rare, 0.0, grad * (-value).exp()))
+        rare = rare & (value > -math.inf) & (grad != 0)
+        if bool(rare.any()):
+            product = product + ctx.design._gradient_of_rare(torch.where(rare, grad, 0.0))
         return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
 
 
@@ -416,11 +446,14 @@ class _Last(torch.autograd.Function):
 # ---------------------------------------------------------------------- pieces
 
 
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
 def _checked_k(name: str, values: Tensor, k: int) -> int:
     """K as a plain integer, if the weights and K make sense together."""
-    if not isinstance(values, Tensor) or not values.dtype.is_floating_point:
+    if not isinstance(values, Tensor) or values.dtype not in DTYPES:
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name} is {kind}; it must be a tensor of a floating dtype")
+        raise ValueError(f"{name} is {kind}; it must be a tensor of float64, 32, 16 or bfloat16")
     if values.ndim == 0:
         raise ValueError(f"{name} has no dimension; it must have shape [..., N]")
     try:
@@ -441,8 +474,9 @@ def _anneal(log_weights: Tensor, k: int, anneal: float) -> Tensor:
     if k == 0:
         return log_weights
     kth = log_weights.topk(k, dim=-1).values[..., -1:]
-    kth = torch.where(kth.isfinite(), kth, 0.0)
-    gap = log_weights - kth
+    gap = log_weights - torch.where(kth.isfinite(), kth, 0.0)
     if anneal == 0.0:
-        return torch.where(gap == 0, 0.0, torch.copysign(gap.new_tensor(math.inf), gap))
-    return gap / anneal
+        annealed = torch.where(gap == 0, 0.0, torch.copysign(gap.new_tensor(math.inf), gap))
+    else:
+        annealed = gap / anneal
+    return torch.where(kth == -math.inf, log_weights, annealed)

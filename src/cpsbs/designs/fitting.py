@@ -1,14 +1,17 @@
 """Weights for prescribed inclusion probabilities.
 
 π(x) is the gradient of the convex log Z(x), x = log w, and its derivative is the covariance matrix
-C of the item indicators, with π_n (1 − π_n) on the diagonal. C is close to
+C of the item indicators, with π_n (1 − π_n) on the diagonal. Where that variance sums to much, C is
+close to
 
     diag(c) − c cᵀ / Σc ,      c_n − c_n² / Σc = π_n (1 − π_n)
 
-(Hájek's approximation, with c such that the diagonal is right; it is exact for K = 1 and K = N − 1,
-where C = diag(π) − ππᵀ). Its inverse acts on vectors that sum to zero as division by c, so that a
-Newton step costs one evaluation of π. The step is taken on the scale of log-odds, where the map
-from x to π is nearly the identity and small and large probabilities are alike.
+(Hájek's approximation, with c such that the diagonal is right; it is exact for K = 1, where c = π,
+and for K = N − 1, where c = 1 − π). Its inverse acts on vectors that sum to zero as division by c,
+so that such a Newton step costs one evaluation of π. The step is taken on the scale of log-odds,
+where the map from x to π is nearly the identity and small and large probabilities are alike. What
+the approximation misses, a few directions at most, is learnt from the last steps (Anderson's
+acceleration).
 """
 
 from __future__ import annotations
@@ -26,6 +29,13 @@ ACCEPTABLE = 1e-10
 """The largest error of π with which rounding may leave us."""
 
 
+PATIENCE = 5
+"""How many evaluations may pass without coming closer, before steps become smaller."""
+
+HISTORY = 6
+"""How many of the last steps are remembered."""
+
+
 def fit_log_weights(inclusion: Tensor, k: int, log_odds: Callable[[Tensor], Tensor]) -> Tensor:
     """[..., N] log-weights whose inclusion probabilities are ``inclusion`` [..., N].
 
@@ -36,24 +46,50 @@ def fit_log_weights(inclusion: Tensor, k: int, log_odds: Callable[[Tensor], Tens
     free = wanted.isfinite()
     if not bool(free.any()):
         return wanted
-    best, step, best_error, damping = wanted, torch.zeros_like(wanted), math.inf, 1.0
-    for _ in range(300):
-        x = best + damping * step
+    x, best, best_error, since, damping = wanted, wanted, math.inf, 0, 1.0
+    visited: list[tuple[Tensor, Tensor]] = []
+    best_visit = (wanted, wanted)
+    while damping > 1e-3:
         now = log_odds(x)
         missing = torch.where(free, wanted - now, 0.0)
         error = float(missing.abs().max())
+        variance = torch.where(free, torch.sigmoid(now) * torch.sigmoid(-now), 0.0)
+        visited.append((torch.where(free, x, 0.0), _newton_scale(variance) * missing))
         if error < best_error:
-            variance = torch.where(free, torch.sigmoid(now) * torch.sigmoid(-now), 0.0)
-            best, step = x, _newton_scale(variance) * missing
-            best_error, damping = error, 1.0
-        else:
-            damping /= 2
-        if best_error <= TOLERANCE or damping < 1e-3:
+            best, best_error, best_visit, since = x, error, visited[-1], 0
+        if best_error <= TOLERANCE:
             break
+        since += 1
+        if since > PATIENCE:
+            # Lost: go on from the best place, more carefully and without the past.
+            damping, since, visited = damping / 2, 0, [best_visit]
+            x = best
+        visited = visited[-HISTORY:]
+        x = torch.where(free, x + damping * _accelerated(visited), x)
     off = float((torch.sigmoid(log_odds(best)) - target).abs().max())
     if not off <= ACCEPTABLE:
-        raise RuntimeError(f"inclusion was met only to {off}; no design in float64 is closer")
+        raise RuntimeError(f"inclusion was met only to {off}; no better weights were found")
     return best
+
+
+def _accelerated(visited: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The step from the last place visited, given the steps that each place asked for.
+
+    The combination of places whose steps cancel best is taken to be a better place (Anderson).
+    """
+    x, step = visited[-1]
+    if len(visited) == 1:
+        return step
+    places = torch.stack([x - y for y, _ in visited[:-1]], dim=-1)
+    steps = torch.stack([step - s for _, s in visited[:-1]], dim=-1)
+    gram = steps.mT @ steps
+    # A ridge, relative to each row, keeps what is nearly parallel from blowing up.
+    scale = gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=1e-300)[..., None, None]
+    ridge = 1e-12 * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    right = (steps.mT @ step[..., None]) / scale
+    share = torch.linalg.solve(gram / scale + ridge, right)
+    correction: Tensor = (places + steps) @ share
+    return step - correction[..., 0]
 
 
 def _newton_scale(variance: Tensor) -> Tensor:
@@ -75,15 +111,25 @@ def _checked(inclusion: Tensor, k: int) -> Tensor:
         wrong = target[~((target >= 0) & (target <= 1))][0]
         raise ValueError(f"inclusion has {float(wrong)}; a probability is between 0 and 1")
     total = target.sum(-1, keepdim=True)
-    precision = 1e-8 if inclusion.dtype == torch.float64 else 1e-4
+    # float64 targets must sum to K well; others as well as their dtype lets them.
+    precision = max(1e-8, min(0.05, 32 * torch.finfo(inclusion.dtype).eps))
     off = (total - k).abs()
     if float(off.max()) > precision * max(k, 1):
         worst = float(total.flatten()[off.argmax()])
         raise ValueError(f"inclusion sums to {worst}; it must sum to k = {k}")
+    target = _without_leftovers(target, k)
     for _ in range(3):
         variance = target * (1 - target)
         missing = k - target.sum(-1, keepdim=True)
         shift = missing / variance.sum(-1, keepdim=True).clamp(min=1e-300)
         moved = torch.sigmoid(torch.logit(target) + shift)
         target = torch.where(variance > 0, moved, target)
-    return target
+    return _without_leftovers(target, k)
+
+
+def _without_leftovers(target: Tensor, k: int) -> Tensor:
+    """Where certain items leave no room for the others, or just enough, the rest is rounding."""
+    room = (k - (target == 1).sum(-1, keepdim=True)).clamp(min=0)
+    free = (target > 0) & (target < 1)
+    target = torch.where(free & (room == 0), 0.0, target)
+    return torch.where(free & (room >= free.sum(-1, keepdim=True)), 1.0, target)

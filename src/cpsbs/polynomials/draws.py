@@ -75,6 +75,8 @@ def _tail_counts(population: Population) -> Tensor:
     if population.tail is None:
         out[:, k] = 1.0
         return out
+    # As many points as tell 0…K apart and more. What is aliased from above counts only together
+    # with the head, where it would be P(S = K + points).
     points = k + 1 + alias_free(k, 2 * k + 2)
     theta = torch.arange(points // 2 + 1, dtype=out.dtype, device=out.device)
     theta = theta * (-2 * math.pi / points)
@@ -118,7 +120,8 @@ def _cumulative(tail: Tail) -> Tensor:
     """
     sums = tail.chunk_sums.cumsum(-1)
     row = torch.arange(len(sums), device=sums.device)[:, None]
-    return (row + sums / sums[:, -1:]).flatten()
+    # A tail without weight is never drawn from; its share must only not be NaN.
+    return (row + sums / sums[:, -1:].clamp(min=2.0**-1000)).flatten()
 
 
 def _tail_items(

@@ -118,7 +118,7 @@ def _tail_log_inclusion(population: Population, tail: Tail) -> Tensor:
     constant = series[:, :1].log() - law.log_probability[:, None]
     series = series / series[:, :1]
     series[:, 1::2] *= -1
-    origin = population.reference[:, None] - law.tilt[:, None]
+    reference, tilt = population.reference[:, None], law.tilt[:, None]
     columns = min(n, block_size(x.device))
     height = max(1, block_size(x.device) // columns)
     buffer = torch.empty((2, min(height, rows), columns), dtype=torch.float64, device=x.device)
@@ -127,7 +127,7 @@ def _tail_log_inclusion(population: Population, tail: Tail) -> Tensor:
         for left in range(0, n, columns):
             given = x[row, left : left + columns]
             log_odds, odds = buffer[:, : len(given), : given.shape[1]]
-            log_odds.copy_(given).sub_(origin[row])
+            log_odds.copy_(given).sub_(reference[row]).add_(tilt[row])
             torch.exp(log_odds, out=odds)
             value = out[row, left : left + columns]
             value[:] = series[row, -1:]

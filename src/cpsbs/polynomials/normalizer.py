@@ -25,7 +25,7 @@ def log_normalizer(population: Population) -> Tensor:
 
 
 def surprisal_of_top(population: Population) -> Tensor:
-    """[R] −log Q(Y*), with an absolute error of some 1e-15."""
+    """[R] −log Q(Y*), with an absolute error of some M·1e-16."""
     law = population.law
     log_odds = population.head + law.tilt[:, None]
     lost = logsigmoid(torch.where(population.top, log_odds, -log_odds)).sum(-1)
@@ -33,6 +33,23 @@ def surprisal_of_top(population: Population) -> Tensor:
     if population.tail is not None:
         value = value + population.tail.powers.log_terms(law.tilt).sum(-1)
     return torch.where(population.determined, 0.0, value.clamp(min=0.0))
+
+
+def log_prob(population: Population, y: Tensor) -> Tensor:
+    """[..., R] log Q(Y) of the subsets with relative log-weights y [..., R, K].
+
+    The i-th largest of Y is at most the i-th largest of all, so that with both in order
+
+        log Q(Y) = log Q(Y*) + Σ_i (y_i − y*_i)
+
+    is a sum of terms that are not positive: nothing cancels.
+    """
+    y = y.sort(dim=-1, descending=True).values
+    best = population.ranked[:, 1 : population.k + 1]
+    # A forced item that is missing makes it impossible; one that is there changes nothing.
+    forced = best == math.inf
+    loss = torch.where(forced, torch.where(y == math.inf, 0.0, -math.inf), y - best).sum(-1)
+    return loss - surprisal_of_top(population)
 
 
 def entropy(population: Population, log_pi: Tensor) -> Tensor:

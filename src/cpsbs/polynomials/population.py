@@ -9,10 +9,10 @@ The tail enters the characteristic function of the number of heads through
     log Π_{n ∈ tail} (1 + w_n z) = Σ_{j ≥ 1} (−1)^{j−1} P_j z^j / j ,    P_j = Σ_{n ∈ tail} w_n^j ,
 
 (Newton's identities in exponential form), cut after J terms. On the circle |z| = e^s that the law
-of S is computed on, let u = e^s·(largest tail weight). Because Σ_{tail} w_n e^s/(1 + w_n e^s) ≤ K,
-P_1 e^s ≤ K (1 + u), and what is cut off is at most
+of S is computed on, let u = e^s·(largest tail weight). At most K + ½ heads are expected, so that
+P_1 e^s ≤ (1 + u) Σ_{tail} w_n e^s/(1 + w_n e^s) ≤ (K + ½)(1 + u), and what is cut off is at most
 
-    Σ_{j > J} P_j e^{sj} / j  ≤  K (1 + u) u^J / ((J + 1) (1 − u)) .
+    Σ_{j > J} P_j e^{sj} / j  ≤  (K + ½)(1 + u) u^J / ((J + 1) (1 − u)) .
 
 J is the smallest number that puts this below ``TRUNCATION``. At least M − K − 1 coins of the head
 that are not forced are as likely as any in the tail and together they expect at most K + 1 heads,
@@ -282,11 +282,13 @@ def _tail(population: Population, some_items: Tensor) -> Tail:
         u = u * (wanted / expected).clamp_(max=1.0)
     bound = float(torch.where(largest == -math.inf, 0.0, u).max())
     terms = 2  # the second one also measures the spread of the tail
-    while k * (1 + bound) * bound**terms > TRUNCATION * (terms + 1) * (1 - bound):
+    while (k + 0.5) * (1 + bound) * bound**terms > TRUNCATION * (terms + 1) * (1 - bound):
         terms += 1
 
     chunk = _chunk(population.n, head.shape[-1])
+    # Rounded, the unit is not quite what was said above; what counts is that all use the same.
     unit = unit + population.reference
+    largest = torch.where(largest == -math.inf, -math.inf, unit - population.reference)
     sums, chunk_sums = _power_sums(
         population.log_weights, unit, population.head_index, terms, chunk
     )
