@@ -1,7 +1,42 @@
 """Conditional Poisson stochastic beam search."""
 
+from typing import TYPE_CHECKING, Any
+
+from cpsbs.beams import Beams, Step
+from cpsbs.designs import DESIGNS, Design
 from cpsbs.designs.conditional_poisson import ConditionalPoisson
+from cpsbs.designs.contract import check_design
+from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersModel
+from cpsbs.randomness import split_seed
+from cpsbs.search import search
+
+if TYPE_CHECKING:
+    from cpsbs.generation import generate
 
 __version__ = "0.1.0"
 
-__all__ = ["ConditionalPoisson", "__version__"]
+__all__ = [
+    "DESIGNS",
+    "Beams",
+    "ConditionalPoisson",
+    "Design",
+    "FunctionModel",
+    "SequenceModel",
+    "Step",
+    "TableModel",
+    "TransformersModel",
+    "__version__",
+    "check_design",
+    "generate",
+    "search",
+    "split_seed",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """``generate`` needs transformers, which is loaded only when it is asked for."""
+    if name == "generate":
+        from cpsbs.generation import generate
+
+        return generate
+    raise AttributeError(f"module 'cpsbs' has no attribute {name!r}")

@@ -22,25 +22,25 @@ class Streams:
             raise ValueError(
                 f"generator has {len(generator)} generators; it must have one for each row, {rows}"
             )
-        self._generator = generator
+        self.generator = generator
         self._device = device
 
     @property
     def separate(self) -> bool:
         """Each row has a stream of its own."""
-        return isinstance(self._generator, Sequence)
+        return isinstance(self.generator, Sequence)
 
     def uniform(self, row: Tensor, size: tuple[int, ...]) -> Tensor:
         """[A, *size] float64 in [0, 1), for the rows [A] named."""
-        if isinstance(self._generator, Sequence):
-            drawn = [self._draw(size, self._generator[r]) for r in row.tolist()]
+        if isinstance(self.generator, Sequence):
+            drawn = [self._draw(size, self.generator[r]) for r in row.tolist()]
             return torch.stack(drawn) if drawn else self._draw((0, *size), None)
-        return self._draw((len(row), *size), self._generator)
+        return self._draw((len(row), *size), self.generator)
 
     def select(self, rows: Tensor) -> Streams:
         """The streams of some of the rows."""
-        if isinstance(self._generator, Sequence):
-            chosen = [self._generator[r] for r in rows.tolist()]
+        if isinstance(self.generator, Sequence):
+            chosen = [self.generator[r] for r in rows.tolist()]
             return Streams(chosen, len(chosen), self._device)
         return self
 

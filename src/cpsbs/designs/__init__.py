@@ -1,1 +1,44 @@
-"""Sampling designs: rules that pick K of N weighted candidates and know how likely each was."""
+"""Sampling designs: rules that pick K of N weighted candidates and know how likely each was.
+
+``conditional_poisson`` is the distribution. The other modules put a design into the search, one a
+file: ``poisson``, ``gumbel``, ``top_k``, ``independent``, ``arithmetic``, ``diverse``; ``base``
+says what the search expects of one.
+"""
+
+from cpsbs.designs.arithmetic import Arithmetic
+from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.diverse import Diverse
+from cpsbs.designs.gumbel import GumbelTopK
+from cpsbs.designs.independent import Independent
+from cpsbs.designs.poisson import ConditionalPoissonDesign
+from cpsbs.designs.top_k import TopK
+
+DESIGNS: dict[str, type[Design]] = {
+    design.name: design
+    for design in (ConditionalPoissonDesign, GumbelTopK, TopK, Independent, Arithmetic, Diverse)
+}
+"""All designs by name."""
+
+
+def design_named(design: str | Design) -> Design:
+    """A design, given as an object or by its name, with its usual settings."""
+    if isinstance(design, Design):
+        return design
+    if design not in DESIGNS:
+        raise ValueError(f"design is {design!r}; allowed are {', '.join(DESIGNS)}, or a Design")
+    return DESIGNS[design]()
+
+
+__all__ = [
+    "DESIGNS",
+    "Arithmetic",
+    "Candidates",
+    "ConditionalPoissonDesign",
+    "Design",
+    "Diverse",
+    "GumbelTopK",
+    "Independent",
+    "Selection",
+    "TopK",
+    "design_named",
+]

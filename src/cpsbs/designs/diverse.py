@@ -1,0 +1,75 @@
+"""Diverse beam search (Vijayakumar et al., 2018): top-k in groups that avoid each other's tokens.
+
+The beam is cut into groups that choose one after the other. From the score of a token, a group
+subtracts ``strength`` for every time that an earlier group has just chosen it; scores accumulate
+with what was subtracted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.top_k import largest
+from cpsbs.randomness import Streams
+
+
+class Diverse(Design):
+    """Diverse beam search.
+
+    Args:
+        strength: λ, what a token costs that an earlier group has chosen.
+        groups: how many; as many as K if not said. K must be a multiple of it.
+    """
+
+    name = "diverse"
+    distinct = False  # two groups may hold the same sequence
+
+    def __init__(self, strength: float = 0.5, groups: int | None = None) -> None:
+        if strength < 0:
+            raise ValueError(f"strength is {strength}; it must not be negative")
+        if groups is not None and groups < 1:
+            raise ValueError(f"groups is {groups}; it must be at least 1")
+        self.strength = strength
+        self.groups = groups
+
+    def roots(self, k: int) -> int:
+        """Every group starts by itself."""
+        groups = k if self.groups is None else self.groups
+        if k % groups:
+            raise ValueError(f"groups is {groups}; k = {k} must be a multiple of it")
+        return groups
+
+    def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
+        """Nothing has been subtracted yet."""
+        shape = (len(sources), self.roots(k))
+        return {"score": torch.zeros(shape, dtype=torch.float64, device=sources.device)}
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """Group after group."""
+        sources, parents, tokens = candidates.scores.shape
+        groups = self.roots(k)
+        each, size = parents // groups, k // groups
+        penalty = candidates.log_prob.new_zeros((sources, tokens))
+        picked: list[Tensor] = []
+        scores: list[Tensor] = []
+        for g in range(groups):
+            part = slice(g * each, (g + 1) * each)
+            finished = candidates.finished[:, part]
+            total = candidates.scores[:, part] - candidates.log_total[:, part, None]
+            total = total + candidates.state["score"][:, part, None]
+            total = total - torch.where(finished[..., None], 0.0, penalty[:, None, :])
+            values, index = largest(total.flatten(1), size)
+            token = index % tokens
+            chosen = (values > -math.inf) & ~finished.gather(-1, index // tokens)
+            penalty.scatter_add_(-1, token, self.strength * chosen.double())
+            picked.append(index + g * each * tokens)
+            scores.append(values)
+        score = torch.cat(scores, dim=-1)
+        return Selection(torch.cat(picked, dim=-1), score > -math.inf, state={"score": score})

@@ -1,0 +1,32 @@
+"""The K most probable candidates: beam search, and greedy search for K = 1."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.randomness import Streams
+
+
+class TopK(Design):
+    """Beam search (eq:beam_subset). Nothing is random, and nothing is known of inclusion."""
+
+    name = "top-k"
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """The K candidates with the largest probability."""
+        values, index = largest(candidates.log_joint(), k)
+        return Selection(index, values > -math.inf)
+
+
+def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """[B, K] the largest of the values [B, N] and their places; -inf where N is less than K."""
+    here = min(k, values.shape[-1])
+    top = torch.topk(values, here, dim=-1)
+    return pad(top.values, (0, k - here), value=-math.inf), pad(top.indices, (0, k - here))

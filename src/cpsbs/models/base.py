@@ -1,0 +1,40 @@
+"""What the search needs of a model: scores of the next token, for rows of prefixes.
+
+A model holds the prefixes itself, because only it knows what to keep of them (a key-value cache,
+say). It starts with one row for each source; each step names, for every new row, which of the rows
+before it extends, and by which token. Rows that nobody extends are forgotten.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class SequenceModel(Protocol):
+    """A distribution over token sequences for each of some sources.
+
+    A model may also have a method ``stops(parent, token)``, which says [rows] which extensions end
+    there for another reason than their token, or returns None.
+    """
+
+    sources: int
+    """How many."""
+    vocab_size: int
+    """V."""
+    eos: tuple[int, ...]
+    """The tokens that end a sequence."""
+    pad: int
+    """What stands behind the end of a sequence."""
+    device: torch.device
+    """Where the scores are."""
+
+    def start(self) -> Tensor:
+        """[sources, V] scores of the first token; their softmax is its distribution."""
+        ...
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """[rows, V] scores of the next token, for row ``parent[i]`` extended by ``token[i]``."""
+        ...

@@ -1,0 +1,101 @@
+"""An explicit table of conditional distributions: a model that can be enumerated."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+Prefix = tuple[int, ...]
+
+
+class TableModel:
+    """Next-token probabilities written down for every prefix.
+
+    Args:
+        table: from a prefix, a tuple of tokens, to the probabilities [V] of the token after it. One
+            table, or one for each source. The end-of-sequence token ends a sequence; every other
+            prefix that can come up must be in the table.
+        eos: the end-of-sequence token.
+    """
+
+    def __init__(
+        self,
+        table: Mapping[Prefix, Sequence[float]] | Sequence[Mapping[Prefix, Sequence[float]]],
+        eos: int,
+    ) -> None:
+        self._tables = [table] if isinstance(table, Mapping) else list(table)
+        self.sources = len(self._tables)
+        lengths = {len(p) for t in self._tables for p in t.values()}
+        if len(lengths) != 1:
+            raise ValueError(f"table has rows of lengths {sorted(lengths)}; all must be V long")
+        (self.vocab_size,) = lengths
+        if not 0 <= eos < self.vocab_size:
+            raise ValueError(f"eos is {eos}; allowed are 0 to V - 1 = {self.vocab_size - 1}")
+        self.eos: tuple[int, ...] = (eos,)
+        self.pad, self.device = eos, torch.device("cpu")
+        self._rows: list[tuple[int, Prefix]] = []
+
+    @classmethod
+    def random(
+        cls,
+        vocab_size: int,
+        length: int,
+        eos: int = 0,
+        sources: int = 1,
+        seed: int = 0,
+        spread: float = 1.0,
+    ) -> TableModel:
+        """Random distributions for every prefix shorter than ``length``; good for tests."""
+        generator = torch.Generator().manual_seed(seed)
+        words = [v for v in range(vocab_size) if v != eos]
+
+        def table() -> dict[Prefix, list[float]]:
+            prefixes = (p for n in range(length) for p in itertools.product(words, repeat=n))
+            return {
+                p: (spread * torch.randn(vocab_size, generator=generator))
+                .double()
+                .softmax(-1)
+                .tolist()
+                for p in prefixes
+            }
+
+        return cls([table() for _ in range(sources)], eos)
+
+    def start(self) -> Tensor:
+        """The distributions after the empty prefix."""
+        self._rows = [(source, ()) for source in range(self.sources)]
+        return self._scores()
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """The distributions after these prefixes."""
+        self._rows = [
+            (self._rows[p][0], (*self._rows[p][1], t))
+            for p, t in zip(parent.tolist(), token.tolist(), strict=True)
+        ]
+        return self._scores()
+
+    def sequences(self, max_length: int, source: int = 0) -> dict[Prefix, float]:
+        """Every sequence of at most ``max_length`` tokens with its probability.
+
+        One that has not ended by then counts as an outcome, as it does in the search.
+        """
+        done: dict[Prefix, float] = {}
+        open_: dict[Prefix, float] = {(): 1.0}
+        for length in range(1, max_length + 1):
+            extended: dict[Prefix, float] = {}
+            for prefix, p in open_.items():
+                for token, q in enumerate(self._tables[source][prefix]):
+                    ended = token in self.eos or length == max_length
+                    (done if ended else extended)[(*prefix, token)] = p * q
+            open_ = extended
+        return {y: p for y, p in done.items() if p > 0}
+
+    def _scores(self) -> Tensor:
+        try:
+            p = [self._tables[source][prefix] for source, prefix in self._rows]
+        except KeyError as error:
+            raise ValueError(f"table has no row for the prefix {error.args[0]}") from None
+        return torch.tensor(p, dtype=torch.float64).view(-1, self.vocab_size).log()

@@ -1,0 +1,256 @@
+"""Any transformers model that can ``generate``, decoder-only or encoder–decoder.
+
+What transformers does before it generates (running the encoder, making a cache, masks and
+positions) it does for us too: ``model.generate`` is called with a decoding method that only keeps
+what it is given. From there on the rows are ours. They are selected by parent at every step, so
+that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
+hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of some source
+changes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CACHE = "past_key_values"
+
+OURS = ("MaxLengthCriteria", "EosTokenCriteria")
+"""Stopping criteria that the search itself stands for."""
+
+FORCED_END = "ForcedEOSTokenLogitsProcessor"
+
+NEUTRAL: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+}
+"""Settings that change the distribution, at the value that does not."""
+
+
+def inherited(model: Any, config: Any) -> dict[str, Any]:
+    """Settings in ``config`` that change the distribution and come from the checkpoint."""
+    own = model.generation_config
+    found = {name: getattr(own, name, None) for name in NEUTRAL}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != NEUTRAL[name] and getattr(config, name, None) == value
+    }
+
+
+class TransformersModel:
+    """A transformers model with its inputs, for the search.
+
+    Args:
+        model: anything with ``generate``.
+        logits_processor: processors to apply to the scores of the next token, on top of those that
+            the arguments below ask for. The result is normalised again. None are taken over from
+            the checkpoint's generation config but what defines the model's support: forced,
+            suppressed and bad tokens.
+        inputs: what you would pass to ``generate``: ``input_ids``, ``attention_mask``,
+            ``encoder_outputs``, … Prompts of decoder-only models are padded on the left.
+    """
+
+    def __init__(self, model: Any, logits_processor: Any = None, **inputs: Any) -> None:
+        processors = [] if logits_processor is None else list(logits_processor)
+        self._begin(model, **_prepared(model, processors, **inputs))
+
+    @classmethod
+    def from_generate(
+        cls,
+        model: Any,
+        input_ids: Tensor,
+        config: Any,
+        processors: Any,
+        criteria: Any,
+        kwargs: dict[str, Any],
+    ) -> TransformersModel:
+        """From what transformers hands to a decoding method, with one row for each source."""
+        self = cls.__new__(cls)
+        self._begin(model, input_ids, config, processors, criteria, kwargs)
+        return self
+
+    def _begin(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        config: Any,
+        processors: Any,
+        criteria: Any,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._model, self._kwargs = model, dict(kwargs)
+        # The end is forced at the search's own maximal length, by counting what is unfinished.
+        self._processors = [p for p in processors if type(p).__name__ != FORCED_END]
+        self._criteria = [c for c in criteria if type(c).__name__ not in OURS]
+        self.prompt, self._ids = input_ids, input_ids
+        self.sources = len(input_ids)
+        self.device = input_ids.device
+        eos = config.eos_token_id
+        self.eos: tuple[int, ...] = (
+            () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        )
+        first_eos = self.eos[0] if self.eos else 0
+        self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
+        self._source = torch.arange(self.sources, device=self.device)
+        self._started = False
+        text_config = model.config.get_text_config()
+        self.vocab_size: int = getattr(text_config, "vocab_size", 0)
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(self._model.config.is_encoder_decoder)
+
+    def start(self) -> Tensor:
+        """Scores of the first token after the prompt."""
+        if self._started:
+            raise ValueError("a TransformersModel holds the state of one search; make another one")
+        self._started = True
+        return self._forward(first=True)
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Scores after one more token."""
+        self._select(parent)
+        self._ids = torch.cat([self._ids, token[:, None]], dim=-1)
+        return self._forward(first=False)
+
+    def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
+        """[rows] whether a stopping criterion of the caller ends these extensions."""
+        if not self._criteria:
+            return None
+        ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
+        ended = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
+        for criterion in self._criteria:
+            ended |= torch.as_tensor(criterion(ids, None), device=self.device)
+        return ended
+
+    def _forward(self, first: bool) -> Tensor:
+        use_cache = self._kwargs.get("use_cache", True) and not first
+        inputs = self._model.prepare_inputs_for_generation(
+            self._ids,
+            next_sequence_length=1 if use_cache else None,
+            is_first_iteration=first,
+            **self._kwargs,
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self._is_encoder_decoder
+        )
+        logits: Tensor = outputs.logits[:, -1, :]
+        scores = logits.to(dtype=torch.float32, device=self.device)
+        if scores.dtype == logits.dtype and self._processors:
+            scores = scores.clone()
+        for process in self._processors:
+            scores = process(self._ids, scores)
+        self.vocab_size = scores.shape[-1]
+        return scores
+
+    def _select(self, parent: Tensor) -> None:
+        """Keep the rows [rows] named, in their order."""
+        same_rows = len(parent) == len(self._ids) and bool(
+            (parent == torch.arange(len(parent), device=parent.device)).all()
+        )
+        if same_rows:
+            return
+        source = self._source[parent]
+        same_sources = len(source) == len(self._source) and torch.equal(source, self._source)
+        self._ids, self._source = self._ids[parent], source
+        cache = self._kwargs.get(CACHE)
+        if cache is not None:
+            self._reorder(cache, parent, same_sources)
+        for name, value in self._kwargs.items():
+            if name == CACHE or (same_sources and not self._grows(name)):
+                continue
+            self._kwargs[name] = _rows(value, parent)
+
+    def _grows(self, name: str) -> bool:
+        """Whether this input has an entry for every token of a hypothesis."""
+        if self._is_encoder_decoder:
+            return name.startswith("decoder_")
+        # The masks and positions of all hypotheses of a source are alike.
+        return False
+
+    def _reorder(self, cache: Any, parent: Tensor, same_sources: bool) -> None:
+        if hasattr(self._model, "_reorder_cache"):
+            self._kwargs[CACHE] = self._model._reorder_cache(cache, parent)
+        elif same_sources and hasattr(cache, "self_attention_cache"):
+            cache.self_attention_cache.reorder_cache(parent)
+        elif hasattr(cache, "reorder_cache"):
+            cache.reorder_cache(parent)
+        else:
+            raise ValueError(
+                f"{type(self._model).__name__} keeps a {type(cache).__name__}, which cannot be "
+                "reordered; pass use_cache=False"
+            )
+
+
+def _rows(value: Any, index: Tensor) -> Any:
+    """Rows of a tensor, or of the tensors in a ModelOutput."""
+    if isinstance(value, Tensor):
+        return value.index_select(0, index.to(value.device)) if value.ndim else value
+    if hasattr(value, "keys") and hasattr(value, "__setitem__"):
+        for key in list(value.keys()):
+            if isinstance(value[key], Tensor):
+                value[key] = _rows(value[key], index)
+    return value
+
+
+def _prepared(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
+    """What transformers prepares for a decoding method.
+
+    Settings of the checkpoint that change the distribution are set back, unless the inputs name
+    them; what cannot be set back is refused.
+    """
+    own = inherited(model, model.generation_config)
+    stubborn = [name for name in own if NEUTRAL[name] is None and name not in inputs]
+    if stubborn:
+        raise ValueError(
+            f"model.generation_config sets {', '.join(stubborn)}, which changes the distribution; "
+            "set it to None"
+        )
+    plain = {name: NEUTRAL[name] for name in own if name not in inputs}
+    plain |= {"num_beams": 1, "num_return_sequences": 1}
+    if not {"max_new_tokens", "max_length"} & inputs.keys():
+        plain["max_new_tokens"] = 1
+
+    def keep(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": input_ids,
+            "config": generation_config,
+            "processors": logits_processor,
+            "criteria": stopping_criteria,
+            "kwargs": kwargs,
+        }
+
+    kept: dict[str, Any] = model.generate(
+        **inputs, **plain, logits_processor=processors, custom_generate=keep
+    )
+    return kept

@@ -1,0 +1,290 @@
+"""The recursion: Y_0 = {BOS}; Y_t = K of (Y_{t−1} ∘ V), picked by a design; return Y_T.
+
+Everything is written for B sources at once. A source whose hypotheses have all ended is put aside;
+the model is asked only about hypotheses that go on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cpsbs.beams import Beams, Step
+from cpsbs.designs import Candidates, Design, Selection, design_named
+from cpsbs.models.base import SequenceModel
+from cpsbs.randomness import Generators, Streams
+
+
+@dataclass(frozen=True)
+class _Beam:
+    """P hypotheses of each of the b sources that are still open."""
+
+    source: Tensor
+    """[b]"""
+    tokens: Tensor
+    """[b, P, t]"""
+    length: Tensor
+    """[b, P]"""
+    log_prob: Tensor
+    """[b, P]"""
+    finished: Tensor
+    """[b, P]"""
+    present: Tensor
+    """[b, P]"""
+    state: Mapping[str, Tensor]
+    log_inclusion: Tensor | None
+    """[b, P] along the path"""
+    joint: Tensor | None
+    """[b, P, P] along the path"""
+
+    @property
+    def open(self) -> Tensor:
+        """[b, P] hypotheses that go on."""
+        return self.present & ~self.finished
+
+    def of(self, rows: Tensor) -> _Beam:
+        """Some of the sources."""
+
+        def some(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[rows]
+
+        return _Beam(
+            self.source[rows],
+            self.tokens[rows],
+            self.length[rows],
+            self.log_prob[rows],
+            self.finished[rows],
+            self.present[rows],
+            {name: value[rows] for name, value in self.state.items()},
+            some(self.log_inclusion),
+            some(self.joint),
+        )
+
+
+@torch.no_grad()
+def search(
+    model: SequenceModel,
+    k: int,
+    design: str | Design = "conditional-poisson",
+    *,
+    max_length: int,
+    temperature: float = 1.0,
+    nucleus: float | None = None,
+    generator: Generators = None,
+    joint: bool = False,
+    path: bool = False,
+) -> Beams:
+    """Draw K sequences for each of the model's sources.
+
+    Args:
+        model: see ``cpsbs.models``.
+        k: K ≥ 1.
+        design: by name or as an object; see ``cpsbs.designs``.
+        max_length: T, the most tokens of a sequence.
+        temperature: τ > 0 of the model, p_τ(y_t | ·) ∝ p(y_t | ·)^{1/τ}. The design's annealing is
+            another thing.
+        nucleus: keep, after each prefix, only the most probable tokens that make up this much of
+            the mass (the paper uses 0.99); the rest is as if it had probability zero.
+        generator: one for all sources, or one for each: then a source's draw does not depend on
+            what else is in the batch (``cpsbs.split_seed`` makes them from a seed).
+        joint: keep the joint inclusion probabilities along the path, for error bars.
+        path: keep every step.
+    """
+    chosen = design_named(design)
+    _check(k, max_length, temperature, nucleus)
+    streams = Streams(generator, model.sources, model.device)
+    source = torch.arange(model.sources, device=model.device)
+    beam = _first(chosen, k, streams, source, joint)
+    scores = model.start()
+    if scores.shape != (model.sources, model.vocab_size):
+        raise ValueError(
+            f"model.start() returned the shape {list(scores.shape)}; "
+            f"it must be [sources, V] = {[model.sources, model.vocab_size]}"
+        )
+    # All roots of a source share the model's row.
+    row = source[:, None].expand(-1, chosen.roots(k))
+    steps: list[Step] = []
+    done: list[_Beam] = []
+    for _ in range(max_length):
+        candidates = _candidates(beam, row, scores, temperature, nucleus)
+        selection = chosen.select(candidates, k, streams, joint)
+        parent = candidates.parent_of(selection.index)
+        beam = _extended(beam, row, candidates, selection, parent, model)
+        if path:
+            steps.append(_step(beam, selection, parent))
+        going = beam.open.any(-1)
+        if not bool(going.all()):
+            done.append(beam.of((~going).nonzero()[:, 0]))
+            rows = going.nonzero()[:, 0]
+            beam, parent, row = beam.of(rows), parent[rows], row[rows]
+            streams = streams.select(rows)
+        if len(beam.source) == 0 or beam.tokens.shape[-1] == max_length:
+            break
+        goes_on = beam.open
+        scores = model.advance(row.gather(-1, parent)[goes_on], beam.tokens[..., -1][goes_on])
+        row = (goes_on.flatten().cumsum(0) - 1).view(goes_on.shape)
+    done.append(beam)
+    return _collected(done, chosen, model.pad, joint, tuple(steps) if path else None)
+
+
+def _check(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
+    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+        raise ValueError(f"k is {k!r}; allowed are integers from 1 on")
+    if max_length < 1:
+        raise ValueError(f"max_length is {max_length}; it must be at least 1")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; allowed are finite numbers above 0")
+    if nucleus is not None and not 0 < nucleus <= 1:
+        raise ValueError(f"nucleus is {nucleus}; allowed are numbers above 0, up to 1, and None")
+
+
+def _first(design: Design, k: int, streams: Streams, source: Tensor, joint: bool) -> _Beam:
+    """The empty sequence, as often as the design wants it."""
+    shape = (len(source), design.roots(k))
+    zeros = torch.zeros(shape, dtype=torch.float64, device=source.device)
+    no = torch.zeros(shape, dtype=torch.bool, device=source.device)
+    return _Beam(
+        source=source,
+        tokens=torch.empty((*shape, 0), dtype=torch.int64, device=source.device),
+        length=torch.zeros(shape, dtype=torch.int64, device=source.device),
+        log_prob=zeros,
+        finished=no,
+        present=~no,
+        state=design.begin(k, streams, source),
+        log_inclusion=zeros,
+        joint=zeros[..., None] + zeros[:, None, :] if joint else None,
+    )
+
+
+def _candidates(
+    beam: _Beam, row: Tensor, scores: Tensor, temperature: float, nucleus: float | None
+) -> Candidates:
+    """What the open hypotheses can be extended to, and the finished ones as they are."""
+    if not scores.dtype.is_floating_point or scores.dtype.itemsize < 4:
+        scores = scores.float()
+    if temperature != 1.0:
+        scores = scores / temperature
+    if nucleus is not None and nucleus < 1:
+        scores = _truncated(scores, nucleus)
+    log_total = scores.logsumexp(-1).to(torch.float64)
+    if not bool(log_total.isfinite().all()):
+        raise ValueError("the model's scores of a prefix are NaN, inf, or all -inf")
+    going = beam.open
+    if bool(going.all()) and row.shape[-1] * len(row) == len(scores):
+        shape = (*row.shape, -1)
+        return Candidates(
+            beam.log_prob, scores.view(shape), log_total.view(row.shape), ~going, beam.state
+        )
+    everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
+    everything[going] = scores[row[going]]
+    everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
+    total = torch.where(going, log_total[torch.where(going, row, 0)], 0.0)
+    log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
+    return Candidates(log_prob, everything, total, beam.finished, beam.state)
+
+
+def _truncated(scores: Tensor, mass: float) -> Tensor:
+    """Scores [rows, V] with -inf for all but the most probable tokens that make up the mass."""
+    ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    keep = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < mass)
+    return scores.masked_fill(~keep, -math.inf)
+
+
+def _extended(
+    beam: _Beam,
+    row: Tensor,
+    candidates: Candidates,
+    selection: Selection,
+    parent: Tensor,
+    model: SequenceModel,
+) -> _Beam:
+    """The hypotheses picked."""
+    token = selection.index % model.vocab_size
+    was_finished = beam.finished.gather(-1, parent)
+    token = torch.where(was_finished | ~selection.present, model.pad, token)
+    ended = torch.isin(token, torch.tensor(model.eos, dtype=token.dtype, device=token.device))
+    stops = getattr(model, "stops", None)
+    if stops is not None:
+        goes_on = selection.present & ~was_finished & ~ended
+        stopped = stops(row.gather(-1, parent)[goes_on], token[goes_on])
+        if stopped is not None:
+            ended = ended.masked_scatter(goes_on, stopped)
+    before = beam.tokens.gather(1, parent[..., None].expand(-1, -1, beam.tokens.shape[-1]))
+    log_inclusion = None
+    if selection.log_inclusion is not None and beam.log_inclusion is not None:
+        log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
+    joint = None
+    if selection.joint_log_inclusion is not None and beam.joint is not None:
+        rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
+        columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
+        joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
+    return _Beam(
+        source=beam.source,
+        tokens=torch.cat([before, token[..., None]], dim=-1),
+        length=beam.length.gather(-1, parent) + (~was_finished & selection.present),
+        log_prob=torch.where(selection.present, candidates.log_prob_of(selection.index), -math.inf),
+        finished=(was_finished | ended) & selection.present,
+        present=selection.present,
+        state=selection.state,
+        log_inclusion=log_inclusion,
+        joint=joint,
+    )
+
+
+def _step(beam: _Beam, selection: Selection, parent: Tensor) -> Step:
+    token = beam.tokens[..., -1]
+    present, inclusion = selection.present, selection.log_inclusion
+    return Step(beam.source, parent, token, present, beam.log_prob, inclusion)
+
+
+def _collected(
+    done: list[_Beam], design: Design, pad: int, joint: bool, path: tuple[Step, ...] | None
+) -> Beams:
+    """All sources in their order, the hypotheses of each by probability."""
+    longest = max(part.tokens.shape[-1] for part in done)
+    order = torch.cat([part.source for part in done]).argsort()
+
+    def joined(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in done])[order]
+
+    done = [replace(part, tokens=_padded(part.tokens, longest, pad)) for part in done]
+    log_prob, present = joined("log_prob"), joined("present")
+    known = done[0].log_inclusion is not None
+    state = {name: torch.cat([p.state[name] for p in done])[order] for name in done[0].state}
+    log_inclusion, log_weight = design.log_weight(
+        log_prob, joined("log_inclusion") if known else None, state
+    )
+    rank = log_prob.argsort(dim=-1, descending=True, stable=True)
+
+    def ranked(x: Tensor) -> Tensor:
+        return x.gather(1, rank[(...,) + (None,) * (x.ndim - 2)].expand(-1, -1, *x.shape[2:]))
+
+    def where_present(x: Tensor | None) -> Tensor | None:
+        return None if x is None else ranked(torch.where(present, x, -math.inf))
+
+    pairs = None
+    if joint and done[0].joint is not None:
+        pairs = ranked(joined("joint"))
+        pairs = pairs.gather(2, rank[:, None, :].expand_as(pairs))
+    return Beams(
+        sequences=ranked(joined("tokens")),
+        lengths=ranked(joined("length")),
+        finished=ranked(joined("finished")),
+        present=ranked(present),
+        log_prob=ranked(log_prob),
+        log_inclusion=where_present(log_inclusion),
+        log_weight=where_present(log_weight),
+        design=design.name,
+        pad=pad,
+        joint_log_inclusion=pairs,
+        path=path,
+    )
+
+
+def _padded(tokens: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(tokens, (0, length - tokens.shape[-1]), value=value)
