@@ -12,11 +12,13 @@ import torch
 BURST = 5
 
 
-def medians(functions: Mapping[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+def medians(
+    functions: Mapping[str, Callable[[], object]], seconds: float, burst: int = BURST
+) -> dict[str, float]:
     """Median seconds of each function.
 
     They take turns, round after round, for about ``seconds`` in all and at least five rounds, so
-    that whatever else the machine does meets all of them. In its turn each is called ``BURST``
+    that whatever else the machine does meets all of them. In its turn each is called ``burst``
     times, and every call counts: most of them find the caches as in a loop of their own.
     """
     for function in functions.values():
@@ -24,9 +26,9 @@ def medians(functions: Mapping[str, Callable[[], object]], seconds: float) -> di
         function()
     times: dict[str, list[float]] = {name: [] for name in functions}
     end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(next(iter(times.values()))) < 5 * BURST:
+    while time.perf_counter() < end or len(next(iter(times.values()))) < 5 * burst:
         for name, function in functions.items():
-            for _ in range(BURST):
+            for _ in range(burst):
                 start = time.perf_counter()
                 function()
                 times[name].append(time.perf_counter() - start)

@@ -58,3 +58,23 @@ def test_gradients() -> None:
     target = ConditionalPoisson(x.detach(), 6).log_inclusion.exp()
     fitted = ConditionalPoisson.fit(target, 6)
     assert float((fitted.log_inclusion.exp() - target).abs().max()) < 1e-10
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_the_search_runs_on_the_card(design: str) -> None:
+    """The same law; here only that everything stays there and probabilities are right."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn((50, 50), generator=generator).cuda().log_softmax(-1)
+
+    def next_log_probs(prefix: torch.Tensor) -> torch.Tensor:
+        last = prefix[:, -1] if prefix.shape[1] else torch.zeros_like(prefix.sum(-1))
+        return table[last]
+
+    model = FunctionModel(next_log_probs, 50, eos=0, sources=3, device="cuda")
+    beams = search(model, 5, design, max_length=8, generator=torch.Generator().manual_seed(1))
+    assert beams.sequences.is_cuda
+    for b in range(3):
+        for y, log_p in zip(beams.tokens(b), beams.log_prob[b].tolist(), strict=True):
+            path = [0, *y]
+            exact = sum(float(table[i, j]) for i, j in pairwise(path))
+            assert log_p == pytest.approx(exact, abs=1e-4)

@@ -7,7 +7,7 @@ the model is asked only about hypotheses that go on.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from cpsbs.beams import Beams, Step
 from cpsbs.designs import Candidates, Design, Selection, design_named
 from cpsbs.models.base import SequenceModel
-from cpsbs.randomness import Generators, Streams
+from cpsbs.randomness import Generators, Streams, split_seed
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,18 @@ def search(
             another thing.
         nucleus: keep, after each prefix, only the most probable tokens that make up this much of
             the mass (the paper uses 0.99); the rest is as if it had probability zero.
-        generator: one for all sources, or one for each: then a source's draw does not depend on
-            what else is in the batch (``cpsbs.split_seed`` makes them from a seed).
+        generator: one, from which every source gets a stream of its own, by its number; or one for
+            each source. Either way a source's draw does not depend on what else is in the batch.
         joint: keep the joint inclusion probabilities along the path, for error bars.
         path: keep every step.
     """
     chosen = design_named(design)
     _check(k, max_length, temperature, nucleus)
+    if not isinstance(generator, Sequence):
+        # A seed for all, from which each source gets a stream of its own.
+        device = torch.device("cpu") if generator is None else generator.device
+        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        generator = split_seed(seed, model.sources, model.device)
     streams = Streams(generator, model.sources, model.device)
     source = torch.arange(model.sources, device=model.device)
     beam = _first(chosen, k, streams, source, joint)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT
-from cpsbs.polynomials.population import TAIL_SPREAD, TRUNCATION, _largest, _power_sums, split
+from cpsbs.polynomials.population import TAIL_SPREAD, TRUNCATION, _power_sums, split
+from cpsbs.polynomials.weights import CandidateWeights, PlainWeights
 
 
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 1000, 9999, 10_000])
@@ -17,9 +18,9 @@ def test_the_largest_are_those_of_topk(n: int, dtype: torch.dtype) -> None:
     """bfloat16 has plenty of ties; values agree even where positions may not."""
     x = torch.randn((3, n), generator=torch.Generator().manual_seed(n)).to(dtype)
     for m in {1, min(n, 7), min(n, 64), n}:
-        values, index, others = _largest(x, m)
-        assert torch.equal(values, x.topk(m).values)
-        assert torch.equal(x.gather(-1, index), values)
+        values, index, others = PlainWeights(x).largest(m)
+        assert torch.equal(values, x.topk(m).values.double())
+        assert torch.equal(x.gather(-1, index).double(), values)
         assert all(len(set(row)) == m for row in index.tolist())
         if others.numel():
             assert bool((others.amax(-1) <= values[:, -1]).all())
@@ -33,7 +34,7 @@ def test_power_sums_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     padded = torch.nn.functional.pad(weight, (0, -1003 % 16)).view(5, -1, 16)
     for block in (64, 500, 1003, 4000, 2**20):
         monkeypatch.setattr("cpsbs.polynomials.population.block_size", lambda _, b=block: b)
-        sums, chunk_sums = _power_sums(x, unit, excluded, 5, 16)
+        sums, chunk_sums = _power_sums(PlainWeights(x), unit, excluded, 5, 16)
         for j in range(5):
             torch.testing.assert_close(sums[:, j], weight.pow(j + 1).sum(-1), rtol=1e-14, atol=0)
         torch.testing.assert_close(chunk_sums, padded.sum(-1), rtol=1e-14, atol=0)
@@ -85,3 +86,34 @@ def test_the_tilt_puts_k_in_the_bulk(offset: float) -> None:
         error = (p.sum(-1) - (k + offset)).abs()
         assert bool((error <= 0.25 * sigma.clamp(min=0.5) + 1e-9).all())
     assert math.isfinite(float(population.law.tilt.sum()))
+
+
+@pytest.mark.parametrize("odds", [True, False])
+@pytest.mark.parametrize(("parents", "tokens"), [(1, 5000), (4, 1600), (7, 999), (20, 300)])
+@pytest.mark.parametrize("block", [700, 5000, 2**19])
+def test_candidates_need_not_be_written_down(
+    odds: bool, parents: int, tokens: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same population as from their log-weights in a tensor."""
+    monkeypatch.setattr("cpsbs.polynomials.population.block_size", lambda _: block)
+    generator = torch.Generator().manual_seed(parents)
+    scores = 3 * torch.randn((3, parents, tokens), generator=generator)
+    scores[1, :, ::3] = -math.inf
+    offset = torch.randn((3, parents), generator=generator).double().log_softmax(-1)
+    offset = offset - scores.logsumexp(-1).double()
+    candidates = CandidateWeights(scores, offset, odds)
+    log_p = (scores + offset[..., None]).flatten(1)
+    written = log_p - (-torch.expm1(log_p)).log() if odds else log_p
+    torch.testing.assert_close(candidates.values, written, rtol=1e-13, atol=1e-13)
+    ours, plain = split(candidates, 5), split(written, 5)
+    assert torch.equal(ours.head_index, plain.head_index)
+    torch.testing.assert_close(ours.head, plain.head, rtol=1e-12, atol=1e-12)
+    assert ours.tail is not None
+    assert plain.tail is not None
+    terms = min(ours.tail.powers.sums.shape[-1], plain.tail.powers.sums.shape[-1])
+    torch.testing.assert_close(
+        ours.tail.powers.sums[:, :terms], plain.tail.powers.sums[:, :terms], rtol=1e-12, atol=0
+    )
+    torch.testing.assert_close(
+        ours.law.log_probability, plain.law.log_probability, rtol=1e-12, atol=1e-13
+    )

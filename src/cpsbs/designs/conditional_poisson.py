@@ -26,6 +26,7 @@ from cpsbs.designs.fitting import fit_log_weights
 from cpsbs.polynomials import inclusion, normalizer
 from cpsbs.polynomials.draws import draw
 from cpsbs.polynomials.population import split
+from cpsbs.polynomials.weights import log_odds
 from cpsbs.randomness import Generators, Streams
 
 
@@ -109,12 +110,7 @@ class ConditionalPoisson:
             )
         log_weights = log_p.to(torch.float64).clamp(max=0.0)
         if weights == "odds":
-            # log p − log(1 − p); −expm1(log p) = 1 − p keeps its relative accuracy at both ends.
-            # p = 1 is set apart so that no gradient meets the infinity.
-            certain = log_weights == 0
-            uncertain = log_weights.masked_fill(certain, -1.0)
-            log_odds = uncertain - (-torch.expm1(uncertain)).log()
-            log_weights = log_odds.masked_fill(certain, math.inf)
+            log_weights = log_odds(log_weights)
         if anneal != 1.0:
             log_weights = _anneal(log_weights, k, anneal)
         return cls(log_weights, k, _name="log_p")
@@ -199,12 +195,9 @@ class ConditionalPoisson:
         """
         index = self._rows_of_indices("subset", subset, distinct=True)
         y = self._relative_weights(index)
-        single = inclusion.log_inclusion_at(self._population, y)
-        given = torch.zeros((*y.shape, y.shape[-1]), dtype=torch.float64, device=y.device)
-        for sample, out in zip(y, given, strict=True):
-            out.copy_(inclusion.log_conditional_inclusion(self._population, sample))
-        joint = torch.where(single[..., None] == -math.inf, -math.inf, single[..., None] + given)
-        joint.diagonal(dim1=-2, dim2=-1).copy_(single)
+        joint = torch.zeros((*y.shape, y.shape[-1]), dtype=torch.float64, device=y.device)
+        for sample, out in zip(y, joint, strict=True):
+            out.copy_(inclusion.joint_log_inclusion_at(self._population, sample))
         shape = self._shape_of(subset)
         return joint.view(*shape, shape[-1])
 

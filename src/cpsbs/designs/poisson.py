@@ -7,9 +7,14 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.designs.conditional_poisson import ConditionalPoisson
+from cpsbs.polynomials.draws import draw
+from cpsbs.polynomials.inclusion import joint_log_inclusion_at, log_inclusion_at
+from cpsbs.polynomials.population import split
+from cpsbs.polynomials.weights import CandidateWeights, PlainWeights, Weights
 from cpsbs.randomness import Streams
 
 
@@ -27,55 +32,75 @@ class ConditionalPoissonDesign(Design):
     def __init__(
         self, weights: Literal["odds", "probability"] = "odds", anneal: float = 1.0
     ) -> None:
-        self.weights = weights
+        if weights not in ("odds", "probability"):
+            raise ValueError(f'weights is {weights!r}; allowed are "odds" and "probability"')
+        if not isinstance(anneal, int | float) or not 0 <= anneal < math.inf:
+            raise ValueError(f"anneal is {anneal!r}; allowed are finite numbers from 0 on")
+        self.weights: Literal["odds", "probability"] = weights
         self.anneal = anneal
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """Pick; a source with no more than K candidates keeps them all."""
-        log_p = candidates.log_joint()
-        few = (log_p > -math.inf).sum(-1) <= k
-        if not bool(few.any()):
-            return self._draw(log_p, k, streams, joint)
-        kept = _everything(log_p, k, joint)
-        rows = (~few).nonzero()[:, 0]
+        offset = candidates.log_prob - candidates.log_total
+        log_p = CandidateWeights(candidates.scores, offset, odds=False)
+        values, index, _ = log_p.largest(min(k + 1, log_p.shape[1]))
+        many = (values[:, k] > -math.inf) if values.shape[1] > k else values.new_zeros(len(values))
+        rows = many.nonzero()[:, 0]
+        if len(rows) == len(values):
+            return self._draw(candidates.scores, offset, k, streams, joint)
+        kept = _everything(values, index, k, joint)
         if len(rows) == 0:
             return kept
-        drawn = self._draw(log_p[rows], k, streams.select(rows), joint)
-        pairs, drawn_pairs = kept.joint_log_inclusion, drawn.joint_log_inclusion
-        if pairs is not None and drawn_pairs is not None:
-            pairs = pairs.index_copy(0, rows, drawn_pairs)
-        assert kept.log_inclusion is not None
-        assert drawn.log_inclusion is not None
+        drawn = self._draw(candidates.scores[rows], offset[rows], k, streams.select(rows), joint)
+        return _with_rows(kept, rows, drawn)
+
+    def _draw(
+        self, scores: Tensor, offset: Tensor, k: int, streams: Streams, joint: bool
+    ) -> Selection:
+        weights: Weights = CandidateWeights(scores, offset, odds=self.weights == "odds")
+        if self.anneal != 1.0:
+            log_p = (scores + offset[..., None]).flatten(1)
+            design = ConditionalPoisson.from_log_probs(log_p, k, self.weights, self.anneal)
+            weights = PlainWeights(design.log_weights)
+        with torch.inference_mode():
+            population = split(weights, k, "the model's scores")
+            index = draw(population, 1, streams)[0]
+            row = torch.arange(len(index), device=index.device)[:, None]
+            y = population.relative(weights.take(row, index))
+            log_inclusion = log_inclusion_at(population, y)
+            pairs = joint_log_inclusion_at(population, y) if joint else None
         return Selection(
-            index=kept.index.index_copy(0, rows, drawn.index),
-            present=kept.present.index_copy(0, rows, drawn.present),
-            log_inclusion=kept.log_inclusion.index_copy(0, rows, drawn.log_inclusion),
-            joint_log_inclusion=pairs,
+            index=index.clone(),
+            present=torch.ones(index.shape, dtype=torch.bool, device=index.device),
+            log_inclusion=log_inclusion.clone(),
+            joint_log_inclusion=None if pairs is None else pairs.clone(),
         )
 
-    def _draw(self, log_p: Tensor, k: int, streams: Streams, joint: bool) -> Selection:
-        design = ConditionalPoisson.from_log_probs(log_p, k, self.weights, self.anneal)
-        index = design.sample((), streams.generator)
-        return Selection(
-            index=index,
-            present=torch.ones_like(index, dtype=torch.bool),
-            log_inclusion=design.log_inclusion_of(index),
-            joint_log_inclusion=design.joint_log_inclusion(index) if joint else None,
-        )
+
+def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection:
+    """The largest candidates [B, ≤ K + 1]: all of them, where there are no more than K.
+
+    Each is certain to be picked.
+    """
+    values, index = values[:, :k], index[:, :k]
+    missing = (0, k - values.shape[1])
+    present = pad(values > -math.inf, missing)
+    certain = torch.zeros(present.shape, dtype=torch.float64, device=present.device)
+    pairs = certain[..., None] + certain[:, None, :] if joint else None
+    return Selection(pad(index, missing), present, certain, pairs)
 
 
-def _everything(log_p: Tensor, k: int, joint: bool) -> Selection:
-    """All candidates, where there are no more than K; each is certain to be picked."""
-    k_here = min(k, log_p.shape[-1])
-    values, index = log_p.topk(k_here, dim=-1)
-    missing = (0, k - k_here)
-    present = torch.nn.functional.pad(values > -math.inf, missing)
-    certain = torch.zeros_like(present, dtype=torch.float64)
+def _with_rows(kept: Selection, rows: Tensor, drawn: Selection) -> Selection:
+    """The first selection with these sources [b] replaced by the second one's."""
+
+    def put(old: Tensor | None, new: Tensor | None) -> Tensor | None:
+        return None if old is None or new is None else old.index_copy(0, rows, new)
+
     return Selection(
-        index=torch.nn.functional.pad(index, missing),
-        present=present,
-        log_inclusion=certain,
-        joint_log_inclusion=certain[..., None].expand(-1, -1, k).clone() if joint else None,
+        index=kept.index.index_copy(0, rows, drawn.index),
+        present=kept.present.index_copy(0, rows, drawn.present),
+        log_inclusion=put(kept.log_inclusion, drawn.log_inclusion),
+        joint_log_inclusion=put(kept.joint_log_inclusion, drawn.joint_log_inclusion),
     )

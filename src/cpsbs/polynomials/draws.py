@@ -132,7 +132,7 @@ def _tail_items(
     streams: Streams,
 ) -> Tensor:
     """[Q] one item of the tail for each entry of ``row`` [Q], in proportion to its weight."""
-    rows, n = population.log_weights.shape
+    rows, n = population.weights.shape
     uniform = streams.uniform(row, (2,))
     # Rounded, row + uniform must stay below row + 1.
     target = (uniform[:, 0] - rows * 2.0**-52).clamp_(min=0).add_(row)
@@ -142,7 +142,7 @@ def _tail_items(
     head = population.head_index[row]
     found = torch.searchsorted(head, inside).clamp_(max=head.shape[-1] - 1)
     excluded = (head.gather(-1, found) == inside) | (item >= n)
-    log_weight = population.log_weights[row[:, None], inside].to(torch.float64)
+    log_weight = population.weights.take(row[:, None], inside)
     weight = log_weight.sub_(tail.unit[row, None]).exp_().masked_fill_(excluded, 0.0).cumsum(-1)
     # Rounded, the level must stay below the total.
     level = uniform[:, 1] * weight[:, -1] * (1 - 2.0**-52)

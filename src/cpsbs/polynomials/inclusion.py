@@ -79,6 +79,15 @@ def log_conditional_inclusion(population: Population, y: Tensor) -> Tensor:
     return out
 
 
+def joint_log_inclusion_at(population: Population, y: Tensor) -> Tensor:
+    """[R, m, m] log P(i and j are both in) for items with relative log-weights y [R, m]."""
+    single = log_inclusion_at(population, y)
+    joint = single[..., None] + log_conditional_inclusion(population, y)
+    joint = torch.where(single[..., None] == -math.inf, -math.inf, joint)
+    joint.diagonal(dim1=-2, dim2=-1).copy_(single)
+    return joint
+
+
 def covariance_product(population: Population, vector: Tensor) -> Tensor:
     """[R, N] Σ_j Cov(i, j) v_j for v [R, N]; items that are certain have no covariance."""
     y = population.relative(population.log_weights)

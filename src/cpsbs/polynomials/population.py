@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .bernoulli_sum import BernoulliSum, PowerSums, block_size
+from .weights import PlainWeights, Weights, chunk_length
 
 TRUNCATION = 1e-15
 """Largest contribution to a logarithm that may be cut off."""
@@ -58,8 +59,8 @@ class Tail:
 class Population:
     """R rows of N weights of which K are to be drawn; see the module's text."""
 
-    log_weights: Tensor
-    """[R, N] as given, in the caller's dtype."""
+    weights: Weights
+    """The R rows of N."""
     k: int
     reference: Tensor
     """[R] the log-weight that all others are relative to."""
@@ -79,7 +80,12 @@ class Population:
     @property
     def n(self) -> int:
         """N."""
-        return self.log_weights.shape[-1]
+        return self.weights.shape[-1]
+
+    @property
+    def log_weights(self) -> Tensor:
+        """[R, N] as given, in the caller's dtype."""
+        return self.weights.values
 
     @cached_property
     def forced(self) -> Tensor:
@@ -153,8 +159,10 @@ def finite_or_zero(x: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def split(log_weights: Tensor, k: int, name: str = "log_weights") -> Population:
-    """Split rows [R, N] so that every error bound of this package holds.
+def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Population:
+    """Split rows so that every error bound of this package holds.
+
+    ``weights`` are log-weights [R, N] or what stands for them.
 
     The head starts with 8 K + 80 items and grows until the tail is thin enough; where it would
     become a sizeable part of the row, it becomes all of it.
@@ -162,12 +170,14 @@ def split(log_weights: Tensor, k: int, name: str = "log_weights") -> Population:
     Raises:
         ValueError: if a row has a NaN or admits no sample; ``name`` is what it calls the weights.
     """
-    n = log_weights.shape[-1]
+    if isinstance(weights, Tensor):
+        weights = PlainWeights(weights)
+    n = weights.shape[-1]
     size = 8 * k + 80
     while True:
-        if 4 * size >= n or len(log_weights) == 0:
-            return _with_head(log_weights, k, n, name)[0]
-        population, tail_items = _with_head(log_weights, k, size, name)
+        if 4 * size >= n or weights.shape[0] == 0:
+            return _with_head(weights, k, n, name)[0]
+        population, tail_items = _with_head(weights, k, size, name)
         population = replace(population, tail=_tail(population, tail_items))
         assert population.tail is not None
         powers = population.tail.powers
@@ -177,10 +187,10 @@ def split(log_weights: Tensor, k: int, name: str = "log_weights") -> Population:
         size *= 4
 
 
-def _with_head(log_weights: Tensor, k: int, size: int, name: str) -> tuple[Population, Tensor]:
+def _with_head(weights: Weights, k: int, size: int, name: str) -> tuple[Population, Tensor]:
     """The population without its tail, and the few items of the tail that ``_largest`` knows."""
-    values, index, tail_items = _largest(log_weights, size)
-    ranked = pad(pad(values.to(torch.float64), (1, 0), value=math.inf), (0, 1), value=-math.inf)
+    values, index, tail_items = weights.largest(size)
+    ranked = pad(pad(values, (1, 0), value=math.inf), (0, 1), value=-math.inf)
     plain = _check(ranked, k, name)
     reference = ranked[:, k]
     if not plain:
@@ -190,7 +200,7 @@ def _with_head(log_weights: Tensor, k: int, size: int, name: str) -> tuple[Popul
     ranked = ranked - reference[:, None]
     index, order = index.sort(dim=-1)
     population = Population(
-        log_weights=log_weights,
+        weights=weights,
         k=k,
         reference=reference,
         head=ranked[:, 1:-1].gather(-1, order),
@@ -230,36 +240,6 @@ def _check(ranked: Tensor, k: int, name: str) -> bool:
     return False
 
 
-def _largest(x: Tensor, m: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The m largest entries of each row, descending, with their positions.
-
-    Also some entries that are not among them: maxima of chunks. They come for nothing. The m
-    largest entries lie in the m chunks with the largest maxima (any other chunk has m entries
-    elsewhere that are at least as large), so one fast pass that takes maxima replaces the slow one
-    that torch.topk makes over all of x.
-    """
-    rows, n = x.shape
-    chunk = _chunk(n, m)
-    if m == n or m * chunk > n:
-        values, index = x.topk(m, dim=-1)
-        return values, index, x.new_empty((rows, 0))
-    whole = n - n % chunk
-    maxima = x[:, :whole].view(rows, -1, chunk).amax(-1)
-    chosen = maxima.topk(m, dim=-1, sorted=False).indices
-    candidates = chosen[..., None] * chunk + torch.arange(chunk, device=x.device)
-    rest = torch.arange(whole, n, device=x.device).expand(rows, -1)
-    candidates = torch.cat([candidates.flatten(1), rest], dim=-1)
-    values, position = x.gather(-1, candidates).topk(m, dim=-1)
-    return values, candidates.gather(-1, position), maxima.scatter_(-1, chosen, -math.inf)
-
-
-def _chunk(n: int, m: int) -> int:
-    """About √(n/m), which balances the number of chunks with the size of m of them; a multiple of
-    the vector length.
-    """
-    return 16 * (1 + math.isqrt(n // max(m, 1)) // 16)
-
-
 def _tail(population: Population, some_items: Tensor) -> Tail:
     head, k = population.head, population.k
     # No tail item exceeds the smallest of the head, which is what "largest" means from here on.
@@ -285,48 +265,46 @@ def _tail(population: Population, some_items: Tensor) -> Tail:
     while (k + 0.5) * (1 + bound) * bound**terms > TRUNCATION * (terms + 1) * (1 - bound):
         terms += 1
 
-    chunk = _chunk(population.n, head.shape[-1])
+    chunk = chunk_length(population.n, head.shape[-1])
     # Rounded, the unit is not quite what was said above; what counts is that all use the same.
     unit = unit + population.reference
     largest = torch.where(largest == -math.inf, -math.inf, unit - population.reference)
-    sums, chunk_sums = _power_sums(
-        population.log_weights, unit, population.head_index, terms, chunk
-    )
+    sums, chunk_sums = _power_sums(population.weights, unit, population.head_index, terms, chunk)
     return Tail(PowerSums(largest, sums), unit, chunk_sums, chunk)
 
 
 def _power_sums(
-    x: Tensor, unit: Tensor, excluded: Tensor, terms: int, chunk: int
+    weights: Weights, unit: Tensor, excluded: Tensor, terms: int, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """[R, terms] sums of exp(j (x − unit)) over the items not excluded; and, for j = 1, [R, C].
+    """[R, terms] sums of exp(j (log w − unit)) over what is not excluded; for j = 1 also [R, C].
 
-    ``excluded`` [R, M] are positions. Works through x in blocks that stay in the processor's cache,
-    so that x is read once and nothing of its size is written.
+    ``excluded`` [R, M] are positions. Works in blocks that stay in the processor's cache, so that
+    the weights are read once and nothing of their size is written.
     """
-    rows, n = x.shape
-    block = block_size(x.device)
+    rows, n = weights.shape
+    block = block_size(weights.device)
     columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
     columns += -columns % chunk
     height = max(1, min(rows, block // columns))
     # One column more than needed, to write what is excluded from other blocks to.
-    weight = torch.empty((height, columns + 1), dtype=torch.float64, device=x.device)
-    power = torch.empty((height, columns), dtype=torch.float64, device=x.device)
+    weight = torch.empty((height, columns + 1), dtype=torch.float64, device=unit.device)
+    power = torch.empty((height, columns), dtype=torch.float64, device=unit.device)
     sums, chunk_sums = [], []
     for top in range(0, rows, height):
         row = slice(top, top + height)
         row_sums, row_chunk_sums = [], []
         for left in range(0, n, columns):
-            given = x[row, left : left + columns]
-            width = given.shape[1]
+            width = min(columns, n - left)
             padded = width + -width % chunk
-            w = weight[: len(given)]
-            w[:, :width].copy_(given).sub_(unit[row, None]).exp_()
+            here = unit[row, None]
+            w = weight[: len(here)]
+            weights.fill(row, left, here, w[:, :width], power[: len(here), :width])
             w[:, width:padded] = 0.0
             place = excluded[row] - left
             outside = (place < 0) | (place >= width)
             w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
-            w, p = w[:, :padded], power[: len(given), :padded]
-            by_chunk = w.view(len(given), -1, chunk).sum(-1)
+            w, p = w[:, :padded], power[: len(here), :padded]
+            by_chunk = w.view(len(here), -1, chunk).sum(-1)
             powers = [by_chunk.sum(-1)]
             for j in range(1, terms):
                 torch.mul(w if j == 1 else p, w, out=p)

@@ -1,0 +1,130 @@
+"""Decoding on a CPU: stochastic beams against transformers' own beam search.
+
+    python -m benchmarks.decoding [--json FILE] [--quick]
+
+A Marian-shaped model of some 12 million parameters with random weights (d = 256, 6 + 3 layers,
+V = 16,000), eight sources of 20 tokens, 32 steps that nothing ends early. Medians of whole runs
+that take turns, divided by the number of steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.conditional_poisson import table
+from benchmarks.timing import machine, medians
+from cpsbs import DESIGNS, TransformersModel, search
+from cpsbs.designs import Candidates, Design, Selection, design_named
+from cpsbs.randomness import Streams
+
+SOURCES, STEPS, VOCABULARY = 8, 32, 16_000
+
+
+def marian() -> Any:
+    """The model."""
+    from transformers import MarianConfig, MarianMTModel
+
+    torch.manual_seed(0)
+    config = MarianConfig(
+        vocab_size=VOCABULARY,
+        decoder_vocab_size=VOCABULARY,
+        d_model=256,
+        encoder_layers=6,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=1024,
+        decoder_ffn_dim=1024,
+        max_position_embeddings=128,
+        eos_token_id=1,
+        pad_token_id=0,
+        decoder_start_token_id=0,
+        forced_eos_token_id=None,
+    )
+    model: Any = MarianMTModel(config)
+    return model.eval()
+
+
+class Timed(Design):
+    """A design that counts the seconds it takes."""
+
+    def __init__(self, design: Design) -> None:
+        self.design, self.name, self.seconds = design, design.name, 0.0
+        self.roots, self.begin = design.roots, design.begin  # type: ignore[method-assign]
+        self.log_weight = design.log_weight  # type: ignore[method-assign]
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """Pick, and look at the clock."""
+        start = time.perf_counter()
+        selection = self.design.select(candidates, k, streams, joint)
+        self.seconds += time.perf_counter() - start
+        return selection
+
+
+def compare(model: Any, k: int, seconds: float) -> list[dict[str, object]]:
+    """Milliseconds a step of every design, and of transformers' beam search, for K beams."""
+    ids = torch.randint(2, VOCABULARY, (SOURCES, 20), generator=torch.Generator().manual_seed(0))
+    bad = torch.full((1, VOCABULARY), 0.0)
+    bad[0, 1] = -1e9  # nothing ends early
+
+    def never_end(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + bad
+
+    def ours(design: Design) -> None:
+        inputs = TransformersModel(model, input_ids=ids, logits_processor=[never_end])
+        search(inputs, k, design, max_length=STEPS, generator=torch.Generator().manual_seed(0))
+
+    def theirs() -> None:
+        model.generate(
+            input_ids=ids,
+            num_beams=k,
+            max_new_tokens=STEPS,
+            do_sample=False,
+            logits_processor=[never_end],
+        )
+
+    timed = {name: Timed(design_named(name)) for name in DESIGNS}
+    runs: dict[str, Callable[[], None]] = {"transformers": theirs}
+    runs |= {name: partial(ours, design) for name, design in timed.items()}
+    t = medians(runs, seconds, burst=1)
+    rows: list[dict[str, object]] = []
+    for name in runs:
+        row: dict[str, object] = {"k": k, "design": name, "ms_a_step": 1e3 * t[name] / STEPS}
+        row["ratio"] = t[name] / t["transformers"]
+        if name in timed:
+            timed[name].seconds = 0.0
+            ours(timed[name])
+            row["selection"] = timed[name].seconds / t[name]
+        rows.append(row | ({} if name in timed else {"selection": "-"}))
+    return rows
+
+
+def main() -> None:
+    """Measure, print tables and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    arguments = parser.parse_args()
+    model = marian()
+    results: dict[str, object] = {"machine": machine()}
+    for k in (5, 20):
+        rows = compare(model, k, 5.0 if arguments.quick else 60.0)
+        print(f"\nK = {k}\n\n{table(rows)}")
+        results[f"k{k}"] = rows
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
