@@ -24,6 +24,7 @@ types: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks.conditional_poisson \
 		--json benchmarks/results/conditional_poisson.json --readme README.md
+	$(BIN)/python -m benchmarks.decoding --json benchmarks/results/decoding.json
 
 format: $(READY)
 	$(BIN)/ruff check --fix

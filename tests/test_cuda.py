@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from cpsbs import ConditionalPoisson
+from cpsbs import DESIGNS, ConditionalPoisson, FunctionModel, search
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

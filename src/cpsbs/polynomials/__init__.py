@@ -21,6 +21,8 @@ function of S then gives them to rounding error.
 
 The modules, in the order in which a candidate meets them:
 
+``weights``
+    where the N weights of a row come from: a tensor, or a model's scores.
 ``population``
     splits the N weights of a row into a *head*, the M largest, kept one by one, and a *tail*,
     of which a few power sums are enough.
