@@ -13,7 +13,7 @@ from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.designs.conditional_poisson import ConditionalPoisson
 from cpsbs.polynomials.draws import draw
 from cpsbs.polynomials.inclusion import joint_log_inclusion_at, log_inclusion_at
-from cpsbs.polynomials.population import split
+from cpsbs.polynomials.population import TooFewError, split
 from cpsbs.polynomials.weights import CandidateWeights, PlainWeights, Weights
 from cpsbs.randomness import Streams
 
@@ -45,11 +45,14 @@ class ConditionalPoissonDesign(Design):
         """Pick; a source with no more than K candidates keeps them all."""
         offset = candidates.log_prob - candidates.log_total
         log_p = CandidateWeights(candidates.scores, offset, odds=False)
+        if log_p.shape[1] > k:
+            try:
+                return self._draw(candidates.scores, offset, k, streams, joint)
+            except TooFewError:
+                pass  # in some of the sources; only the first steps of a search come here
         values, index, _ = log_p.largest(min(k + 1, log_p.shape[1]))
         many = (values[:, k] > -math.inf) if values.shape[1] > k else values.new_zeros(len(values))
         rows = many.nonzero()[:, 0]
-        if len(rows) == len(values):
-            return self._draw(candidates.scores, offset, k, streams, joint)
         kept = _everything(values, index, k, joint)
         if len(rows) == 0:
             return kept

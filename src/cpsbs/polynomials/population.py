@@ -42,6 +42,10 @@ The tail is drawn as independent picks that are rejected when two coincide; they
 probability about exp(−spread / 2), so a draw takes at most some e² attempts on average."""
 
 
+class TooFewError(ValueError):
+    """A row has fewer than K items of positive weight."""
+
+
 @dataclass(frozen=True)
 class Tail:
     """What is kept of the items outside the head; R rows."""
@@ -233,7 +237,7 @@ def _check(ranked: Tensor, k: int, name: str) -> bool:
             f"at most k = {k} can be in every sample"
         )
     if int(positive.min()) < k:
-        raise ValueError(
+        raise TooFewError(
             f"{name} is above -inf in only {int(positive.min())} places of row "
             f"{int(positive.argmin())}; k = {k} needs at least {k}"
         )

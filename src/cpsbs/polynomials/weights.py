@@ -15,6 +15,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+NO_DIFFERENCE = -38.0
+"""log p below which p and p/(1 − p) are the same number."""
+
 
 class Weights(ABC):
     """R rows of N weights."""
@@ -125,7 +128,7 @@ class CandidateWeights(Weights):
                 part.copy_(self._scores[rows, parent, column : column + stop - start])
                 part.add_(shift[:, parent, None])
         out.exp_()
-        if self._odds:
+        if self._odds and float(unit.max()) > NO_DIFFERENCE:
             torch.mul(out, -unit.exp(), out=scratch[:, :width]).add_(1.0)
             out.div_(scratch[:, :width])
 
