@@ -17,6 +17,7 @@ from torch.nn.functional import logsigmoid
 
 from .bernoulli_sum import BernoulliSum, block_size
 from .population import Population, Tail
+from .weights import working_memory
 
 
 def log_inclusion_at(population: Population, y: Tensor) -> Tensor:
@@ -130,7 +131,8 @@ def _tail_log_inclusion(population: Population, tail: Tail) -> Tensor:
     reference, tilt = population.reference[:, None], law.tilt[:, None]
     columns = min(n, block_size(x.device))
     height = max(1, block_size(x.device) // columns)
-    buffer = torch.empty((2, min(height, rows), columns), dtype=torch.float64, device=x.device)
+    height = min(height, max(rows, 1))
+    buffer = working_memory(2 * height * columns, x.device).view(2, height, columns)
     for top in range(0, rows, height):
         row = slice(top, top + height)
         for left in range(0, n, columns):

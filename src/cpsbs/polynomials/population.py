@@ -16,7 +16,7 @@ P_1 e^s ≤ (1 + u) Σ_{tail} w_n e^s/(1 + w_n e^s) ≤ (K + ½)(1 + u), and wha
 
 J is the smallest number that puts this below ``TRUNCATION``. At least M − K − 1 coins of the head
 that are not forced are as likely as any in the tail and together they expect at most K + 1 heads,
-so with M ≥ 8 K + 80 u is below 1/4 for every input, and J below 25; typically it is 4 to 10.
+so with M ≥ 8 K + 40 u is below 1/4 for every input, and J below 25; typically it is 4 to 10.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .bernoulli_sum import BernoulliSum, PowerSums, block_size
-from .weights import PlainWeights, Weights, chunk_length
+from .weights import PlainWeights, Weights, chunk_length, working_memory
 
 TRUNCATION = 1e-15
 """Largest contribution to a logarithm that may be cut off."""
@@ -168,7 +168,7 @@ def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Popul
 
     ``weights`` are log-weights [R, N] or what stands for them.
 
-    The head starts with 8 K + 80 items and grows until the tail is thin enough; where it would
+    The head starts with 8 K + 40 items and grows until the tail is thin enough; where it would
     become a sizeable part of the row, it becomes all of it.
 
     Raises:
@@ -177,7 +177,7 @@ def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Popul
     if isinstance(weights, Tensor):
         weights = PlainWeights(weights)
     n = weights.shape[-1]
-    size = 8 * k + 80
+    size = 8 * k + 40
     while True:
         if 4 * size >= n or weights.shape[0] == 0:
             return _with_head(weights, k, n, name)[0]
@@ -291,8 +291,9 @@ def _power_sums(
     columns += -columns % chunk
     height = max(1, min(rows, block // columns))
     # One column more than needed, to write what is excluded from other blocks to.
-    weight = torch.empty((height, columns + 1), dtype=torch.float64, device=unit.device)
-    power = torch.empty((height, columns), dtype=torch.float64, device=unit.device)
+    memory = working_memory(height * (2 * columns + 1), unit.device)
+    power = memory[: height * columns].view(height, columns)
+    weight = memory[height * columns :].view(height, columns + 1)
     sums, chunk_sums = [], []
     for top in range(0, rows, height):
         row = slice(top, top + height)

@@ -9,6 +9,7 @@ from these on the way.
 from __future__ import annotations
 
 import math
+import threading
 from abc import ABC, abstractmethod
 from functools import cached_property
 
@@ -17,6 +18,31 @@ from torch import Tensor
 
 NO_DIFFERENCE = -38.0
 """log p below which p and p/(1 − p) are the same number."""
+
+
+class _Buffers(threading.local):
+    """Memory that a thread works in, by device."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Tensor] = {}
+
+
+_BUFFERS = _Buffers()
+
+
+def working_memory(size: int, device: torch.device) -> Tensor:
+    """[size] float64 to scribble on until the next call in this thread.
+
+    On a CPU it is kept: memory that is asked for anew is mapped page by page when it is first
+    written to, which takes as long as the arithmetic that is done in it.
+    """
+    buffer = _BUFFERS.of.get(device)
+    if buffer is None or buffer.numel() < size:
+        with torch.inference_mode(False):
+            buffer = torch.empty(size, dtype=torch.float64, device=device)
+        if device.type == "cpu":
+            _BUFFERS.of[device] = buffer
+    return buffer[:size]
 
 
 class Weights(ABC):
@@ -176,7 +202,9 @@ def largest_by_chunks(x: Tensor, offset: Tensor | None, m: int) -> tuple[Tensor,
         maxima = maxima + offset[..., None]
     maxima = maxima.flatten(1)
     chosen = maxima.topk(m, dim=-1, sorted=False).indices
-    start = chosen // chunks * tokens + chosen % chunks * chunk
+    start = chosen * chunk
+    if whole < tokens:
+        start = start + chosen // chunks * (tokens - whole)
     candidates = (start[..., None] + torch.arange(chunk, device=x.device)).flatten(1)
     if whole < tokens:
         rest = torch.arange(parents, device=x.device)[:, None] * tokens
