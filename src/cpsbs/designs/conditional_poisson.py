@@ -17,11 +17,12 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cpsbs.designs import gradients
 from cpsbs.designs.fitting import fit_log_weights
 from cpsbs.polynomials import inclusion, normalizer
 from cpsbs.polynomials.draws import draw
@@ -150,7 +151,7 @@ class ConditionalPoisson:
     def log_inclusion(self) -> Tensor:
         """[..., N] log π_n, the logarithm of the probability that item n is in the sample."""
         if self._wants_gradient:
-            return _apply(_LogInclusion, self)
+            return gradients.apply(gradients.LogInclusion, self)
         return self._log_inclusion.view(self.log_weights.shape).clone()
 
     def log_inclusion_of(self, indices: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class ConditionalPoisson:
         is at least zero, so that small entropies keep their digits too.
         """
         if self._wants_gradient:
-            return _apply(_Entropy, self)
+            return gradients.apply(gradients.Entropy, self)
         return normalizer.entropy(self._population, self._log_inclusion).view(self.batch_shape)
 
     # ------------------------------------------------------------------ samples
@@ -268,7 +269,7 @@ class ConditionalPoisson:
     def _relative_log_normalizer(self) -> Tensor:
         """[...] log Z of the weights relative to their references."""
         if self._wants_gradient:
-            return _apply(_RelativeLogNormalizer, self)
+            return gradients.apply(gradients.RelativeLogNormalizer, self)
         return normalizer.log_normalizer(self._population).view(self.batch_shape)
 
     @cached_property
@@ -348,92 +349,6 @@ class ConditionalPoisson:
                 )
         rows, samples = math.prod(self.batch_shape), math.prod(shape[: len(shape) - 1 - batch])
         return index.expand(shape).reshape(samples, rows, shape[-1])
-
-
-# ---------------------------------------------------------------------- gradients
-
-RARE = -500.0
-"""log π below which an item's covariances are not representable."""
-
-
-def _apply(function: type[torch.autograd.Function], design: ConditionalPoisson) -> Tensor:
-    value: Tensor = function.apply(design.log_weights, design)
-    return value
-
-
-class _RelativeLogNormalizer(torch.autograd.Function):
-    """∂ log Z / ∂ log w_n = π_n (eq:incl-from-grad, read backwards)."""
-
-    @staticmethod
-    def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
-        ctx.save_for_backward(log_weights)
-        ctx.design = design
-        return design._relative_log_normalizer
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (log_weights,) = ctx.saved_tensors
-        inclusion = _LogInclusion.apply(log_weights, ctx.design).exp()
-        # log Z is that of the items that are not forced.
-        inclusion = inclusion.masked_fill(log_weights == math.inf, 0.0)
-        return (grads[0][..., None] * inclusion).to(log_weights.dtype), None
-
-
-class _LogInclusion(torch.autograd.Function):
-    """∂ log π_i / ∂ log w_j = Cov(i, j) / π_i, with Cov(i, j) = π_ij − π_i π_j."""
-
-    @staticmethod
-    def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
-        value = design._log_inclusion.view(log_weights.shape)
-        ctx.save_for_backward(log_weights, value)
-        ctx.design = design
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        log_weights, value = ctx.saved_tensors
-        grad = grads[0].detach()
-        rare = value < RARE
-        product = ctx.design._covariance_product(torch.where(rare, 0.0, grad * (-value).exp()))
-        rare = rare & (value > -math.inf) & (grad != 0)
-        if bool(rare.any()):
-            product = product + ctx.design._gradient_of_rare(torch.where(rare, grad, 0.0))
-        return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
-
-
-class _Entropy(torch.autograd.Function):
-    """H = log Z − Σ_n π_n log w_n, so ∂H / ∂ log w_j = −Σ_i Cov(i, j) log w_i."""
-
-    @staticmethod
-    def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
-        ctx.save_for_backward(log_weights)
-        ctx.design = design
-        return design.entropy()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (log_weights,) = ctx.saved_tensors
-        y = ctx.design._population.relative(ctx.design._population.log_weights)
-        y = torch.where(y.isfinite(), y, 0.0).view(log_weights.shape)
-        product = -grads[0].detach()[..., None] * ctx.design._covariance_product(y)
-        return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
-
-
-class _Last(torch.autograd.Function):
-    """A gradient that depends on what it was computed from, but cannot be differentiated again.
-
-    Without it the second derivative would silently be zero.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *sources: Tensor) -> Tensor:
-        return gradient.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> None:
-        raise NotImplementedError(
-            "log_inclusion and entropy of a conditional Poisson design have first derivatives only"
-        )
 
 
 # ---------------------------------------------------------------------- pieces
