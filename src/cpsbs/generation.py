@@ -82,7 +82,12 @@ def generate(
     first = torch.arange(0, len(input_ids), k, device=input_ids.device)
     kwargs = {name: _rows(value, first) for name, value in model_kwargs.items()}
     inputs = TransformersModel.from_generate(
-        model, input_ids[first], config, logits_processor, stopping_criteria, kwargs
+        model,
+        input_ids=input_ids[first],
+        config=config,
+        processors=logits_processor,
+        criteria=stopping_criteria,
+        kwargs=kwargs,
     )
     beams = search(
         inputs,

@@ -74,11 +74,9 @@ def test_all_sequences_of_a_small_model(name: str) -> None:
     }
     assert {tuple(y) for y in beams.tokens(0)} == everything
     assert float(beams.log_prob.exp()[beams.present].sum()) == pytest.approx(1, abs=1e-6)
-    top = run(model, inputs, "top-k", k=3, max_length=3)
     best = sorted(zip(beams.log_prob[0].tolist(), beams.tokens(0), strict=False), reverse=True)
     greedy = run(model, inputs, "top-k", k=1, max_length=3)
     assert greedy.tokens(0)[0][0] == max(range(4), key=lambda v: _first(best, v))
-    assert len(top.tokens(0)) == 3
 
 
 def _first(scored: list[tuple[float, list[int]]], token: int) -> float:

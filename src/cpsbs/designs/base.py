@@ -101,8 +101,3 @@ class Design(ABC):
         if log_inclusion is None:
             return None, None
         return log_inclusion, log_prob - log_inclusion
-
-
-def gather_state(state: Mapping[str, Tensor], parent: Tensor) -> dict[str, Tensor]:
-    """The state [B, P] of the parents [B, K] of each candidate."""
-    return {name: value.gather(-1, parent) for name, value in state.items()}

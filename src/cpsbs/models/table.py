@@ -46,7 +46,6 @@ class TableModel:
         eos: int = 0,
         sources: int = 1,
         seed: int = 0,
-        spread: float = 1.0,
     ) -> TableModel:
         """Random distributions for every prefix shorter than ``length``; good for tests."""
         generator = torch.Generator().manual_seed(seed)
@@ -55,10 +54,7 @@ class TableModel:
         def table() -> dict[Prefix, list[float]]:
             prefixes = (p for n in range(length) for p in itertools.product(words, repeat=n))
             return {
-                p: (spread * torch.randn(vocab_size, generator=generator))
-                .double()
-                .softmax(-1)
-                .tolist()
+                p: torch.randn(vocab_size, generator=generator).double().softmax(-1).tolist()
                 for p in prefixes
             }
 

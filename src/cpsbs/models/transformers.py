@@ -77,18 +77,10 @@ class TransformersModel:
         self._begin(model, **_prepared(model, processors, **inputs))
 
     @classmethod
-    def from_generate(
-        cls,
-        model: Any,
-        input_ids: Tensor,
-        config: Any,
-        processors: Any,
-        criteria: Any,
-        kwargs: dict[str, Any],
-    ) -> TransformersModel:
-        """From what transformers hands to a decoding method, with one row for each source."""
+    def from_generate(cls, model: Any, **given: Any) -> TransformersModel:
+        """From what transformers hands to a decoding method (see ``_begin``), a row a source."""
         self = cls.__new__(cls)
-        self._begin(model, input_ids, config, processors, criteria, kwargs)
+        self._begin(model, **given)
         return self
 
     def _begin(
@@ -101,7 +93,7 @@ class TransformersModel:
         kwargs: dict[str, Any],
     ) -> None:
         self._model, self._kwargs = model, dict(kwargs)
-        # The end is forced at the search's own maximal length, by counting what is unfinished.
+        # In the search an unfinished sequence of maximal length is an outcome; its end is not forced.
         self._processors = [p for p in processors if type(p).__name__ != FORCED_END]
         self._criteria = [c for c in criteria if type(c).__name__ not in OURS]
         self.prompt, self._ids = input_ids, input_ids
