@@ -93,7 +93,7 @@ class TransformersModel:
         kwargs: dict[str, Any],
     ) -> None:
         self._model, self._kwargs = model, dict(kwargs)
-        # In the search an unfinished sequence of maximal length is an outcome; its end is not forced.
+        # An unfinished sequence of maximal length is an outcome here; its end is not forced.
         self._processors = [p for p in processors if type(p).__name__ != FORCED_END]
         self._criteria = [c for c in criteria if type(c).__name__ not in OURS]
         self.prompt, self._ids = input_ids, input_ids
