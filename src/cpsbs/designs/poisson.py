@@ -50,7 +50,7 @@ class ConditionalPoissonDesign(Design):
                 return self._draw(candidates.scores, offset, k, streams, joint)
             except TooFewError:
                 pass  # in some of the sources; only the first steps of a search come here
-        values, index, _ = log_p.largest(min(k + 1, log_p.shape[1]))
+        values, index = log_p.largest(min(k + 1, log_p.shape[1]))
         many = (values[:, k] > -math.inf) if values.shape[1] > k else values.new_zeros(len(values))
         rows = many.nonzero()[:, 0]
         kept = _everything(values, index, k, joint)

@@ -150,6 +150,8 @@ class Circle:
     """2 (1 + cos θ)"""
     rotation: Tensor
     """e^{−iKθ} / (L/2)"""
+    back: Tensor
+    """[L/2, K + 1] e^{−ijθ} / (L/2) for j = K…0"""
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -157,10 +159,12 @@ class Circle:
         """The circle of L = ``points``."""
         odd = torch.arange(1, points, 2, device=device)
         theta = odd.to(torch.float64) * (math.pi / points)
-        # The angle Kθ is reduced in whole numbers, so that it is exact.
-        turned = ((k * odd) % (2 * points)).to(torch.float64) * (-math.pi / points)
-        rotation = torch.complex(turned.cos(), turned.sin()) / len(odd)
-        return Circle(theta, theta.cos(), theta.sin(), 4 * (theta / 2).cos().square(), rotation)
+        # The angles jθ are reduced in whole numbers, so that they are exact.
+        turned = odd[:, None] * torch.arange(k, -1, -1, device=device) % (2 * points)
+        turned = turned.to(torch.float64) * (-math.pi / points)
+        back = torch.complex(turned.cos(), turned.sin()) / len(odd)
+        lift = 4 * (theta / 2).cos().square()
+        return Circle(theta, theta.cos(), theta.sin(), lift, back[:, 0], back)
 
 
 class BernoulliSum:
@@ -195,9 +199,12 @@ class BernoulliSum:
         self.tilt = solve_tilt(expected, wanted, *tilt_bracket(centre, k, n, tail), k, n)
         self._circle = Circle.of(alias_free(k, n), k, log_weights.device)
         phi = self._product(log_weights)
+        self._tail: Tensor | None = None
+        """[..., L/2] the factor of the tail in φ"""
         if tail is not None:
             real, imaginary = tail.log_characteristic(self.tilt, self._circle.theta)
-            phi = phi * torch.polar(real.exp_(), imaginary)
+            self._tail = torch.polar(real.exp_(), imaginary)
+            phi = phi * self._tail
         if removed is not None:
             phi = phi / self._factors(removed[..., None])[..., 0, :]
         self._turned = phi * self._circle.rotation
@@ -214,6 +221,15 @@ class BernoulliSum:
         angle = angle * self._circle.theta
         real = self._turned.real[..., None, :] * angle.cos()
         return (real - self._turned.imag[..., None, :] * angle.sin()).sum(-1)
+
+    def tail_probabilities(self) -> Tensor | None:
+        """[..., K + 1] P(T = K), …, P(T = 0) of the number of heads T in the tail, if there is one.
+
+        The tail expects no more heads than all coins do, so that L points suffice here too.
+        """
+        if self._tail is None:
+            return None
+        return (self._tail @ self._circle.back).real.clamp(min=0)
 
     def probability_without(self, log_weights: Tensor, fewer: int) -> Tensor:
         """[..., m] P(S₋ₙ = K − ``fewer``) without the n-th of these coins [..., m], each in turn.

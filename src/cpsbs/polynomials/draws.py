@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpsbs.randomness import Streams
 
-from .bernoulli_sum import alias_free, block_size, variance_bound
+from .bernoulli_sum import block_size, variance_bound
 from .population import Population, Tail
 
 
@@ -72,18 +72,11 @@ def _tail_counts(population: Population) -> Tensor:
     """[R, K + 2] t_{K−c} / max t for c = 0…K heads in the head, and 0 for more."""
     k = population.k
     out = population.head.new_zeros((len(population.head), k + 2))
-    if population.tail is None:
+    counts = population.law.tail_probabilities()
+    if counts is None:
         out[:, k] = 1.0
-        return out
-    # As many points as tell 0…K apart and more. What is aliased from above counts only together
-    # with the head, where it would be P(S = K + points).
-    points = k + 1 + alias_free(k, 2 * k + 2)
-    theta = torch.arange(points // 2 + 1, dtype=out.dtype, device=out.device)
-    theta = theta * (-2 * math.pi / points)
-    real, imaginary = population.tail.powers.log_characteristic(population.law.tilt, theta)
-    counts = torch.fft.irfft(torch.polar(real.exp_(), imaginary), n=points)[:, : k + 1]
-    counts = counts.clamp_(min=0).flip(-1)
-    out[:, : k + 1] = counts / counts.amax(-1, keepdim=True)
+    else:
+        torch.div(counts, counts.amax(-1, keepdim=True), out=out[:, : k + 1])
     return out
 
 
@@ -107,7 +100,8 @@ def _fill_from_tail(
         batch, later = pending[:budget], pending[budget:]
         owner, slot = (place >= count[batch, None]).nonzero(as_tuple=True)
         drawn = picked[batch]
-        drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], streams)
+        uniform = streams.uniform(row[batch], (k, 2))[owner, slot]
+        drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], uniform)
         drawn = drawn.sort(dim=-1).values
         distinct = (drawn[:, 1:] != drawn[:, :-1]).all(-1)
         picked[batch[distinct]] = drawn[distinct]
@@ -129,11 +123,13 @@ def _tail_items(
     tail: Tail,
     cumulative: Tensor,
     row: Tensor,
-    streams: Streams,
+    uniform: Tensor,
 ) -> Tensor:
-    """[Q] one item of the tail for each entry of ``row`` [Q], in proportion to its weight."""
+    """[Q] one item of the tail for each entry of ``row`` [Q], in proportion to its weight.
+
+    ``uniform`` [Q, 2] finds the chunk, and the item in it.
+    """
     rows, n = population.weights.shape
-    uniform = streams.uniform(row, (2,))
     # Rounded, row + uniform must stay below row + 1.
     target = (uniform[:, 0] - rows * 2.0**-52).clamp_(min=0).add_(row)
     chunk = torch.searchsorted(cumulative, target, right=True) - row * tail.chunk_sums.shape[-1]

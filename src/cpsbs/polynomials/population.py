@@ -32,7 +32,7 @@ from torch.nn.functional import pad
 from .bernoulli_sum import BernoulliSum, PowerSums, block_size
 from .weights import PlainWeights, Weights, chunk_length, working_memory
 
-TRUNCATION = 1e-15
+TRUNCATION = 1e-13
 """Largest contribution to a logarithm that may be cut off."""
 
 TAIL_SPREAD = 4.0
@@ -180,9 +180,9 @@ def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Popul
     size = 8 * k + 40
     while True:
         if 4 * size >= n or weights.shape[0] == 0:
-            return _with_head(weights, k, n, name)[0]
-        population, tail_items = _with_head(weights, k, size, name)
-        population = replace(population, tail=_tail(population, tail_items))
+            return _with_head(weights, k, n, name)
+        population = _with_head(weights, k, size, name)
+        population = replace(population, tail=_tail(population))
         assert population.tail is not None
         powers = population.tail.powers
         odds = (population.law.tilt + powers.largest).exp()
@@ -191,9 +191,9 @@ def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Popul
         size *= 4
 
 
-def _with_head(weights: Weights, k: int, size: int, name: str) -> tuple[Population, Tensor]:
-    """The population without its tail, and the few items of the tail that ``_largest`` knows."""
-    values, index, tail_items = weights.largest(size)
+def _with_head(weights: Weights, k: int, size: int, name: str) -> Population:
+    """The population without its tail."""
+    values, index = weights.largest(size)
     ranked = pad(pad(values, (1, 0), value=math.inf), (0, 1), value=-math.inf)
     plain = _check(ranked, k, name)
     reference = ranked[:, k]
@@ -203,7 +203,7 @@ def _with_head(weights: Weights, k: int, size: int, name: str) -> tuple[Populati
         reference = finite_or_zero(reference)
     ranked = ranked - reference[:, None]
     index, order = index.sort(dim=-1)
-    population = Population(
+    return Population(
         weights=weights,
         k=k,
         reference=reference,
@@ -214,7 +214,6 @@ def _with_head(weights: Weights, k: int, size: int, name: str) -> tuple[Populati
         plain=plain,
         tail=None,
     )
-    return population, tail_items
 
 
 def _check(ranked: Tensor, k: int, name: str) -> bool:
@@ -244,47 +243,58 @@ def _check(ranked: Tensor, k: int, name: str) -> bool:
     return False
 
 
-def _tail(population: Population, some_items: Tensor) -> Tail:
+def _tail(population: Population) -> Tail:
     head, k = population.head, population.k
     # No tail item exceeds the smallest of the head, which is what "largest" means from here on.
     largest = population.ranked[:, -2]
     unit = finite_or_zero(largest)
 
     # How many power sums? That depends on the odds u of the largest tail item, and these on the
-    # tail. Bound u from above, with the head and the few tail items at hand: the heads expected at
-    # odds u are a concave function of u, so from any u that is too large, u·wanted/expected is
-    # smaller and still too large. K + ½ heads are the most that is ever asked for.
-    known = (population.relative(some_items) - unit[:, None]).exp_().sum(-1)
+    # tail. Bound u from above, with the head at hand: the heads expected at odds u are a concave
+    # function of u, so from any u that is too large, u·wanted/expected is smaller and still too
+    # large. K + ½ heads are the most that is ever asked for.
     log_weights = head - unit[:, None]
     wanted, free = population.wanted(0.5), torch.full_like(unit, head.shape[-1])
     if not population.plain:
         log_weights = torch.where(head < math.inf, log_weights, -math.inf)
         wanted, free = wanted - population.forced, free - population.forced
     u = wanted / (free - wanted)
-    for _ in range(3):
-        expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1) + known * u / (1 + u)
+    for _ in range(2):
+        expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1)
         u = u * (wanted / expected).clamp_(max=1.0)
-    bound = float(torch.where(largest == -math.inf, 0.0, u).max())
-    terms = 2  # the second one also measures the spread of the tail
-    while (k + 0.5) * (1 + bound) * bound**terms > TRUNCATION * (terms + 1) * (1 - bound):
-        terms += 1
+    odds = float(torch.where(largest == -math.inf, 0.0, u).max())
 
     chunk = chunk_length(population.n, head.shape[-1])
     # Rounded, the unit is not quite what was said above; what counts is that all use the same.
     unit = unit + population.reference
     largest = torch.where(largest == -math.inf, -math.inf, unit - population.reference)
-    sums, chunk_sums = _power_sums(population.weights, unit, population.head_index, terms, chunk)
+    sums, chunk_sums = _power_sums(population.weights, unit, population.head_index, k, odds, chunk)
     return Tail(PowerSums(largest, sums), unit, chunk_sums, chunk)
 
 
+def terms_needed(k: int, odds: float) -> int:
+    """J, how many power sums a tail needs whose largest odds are at most this.
+
+    At least two: the second one also measures the spread of the tail.
+    """
+    terms = 2
+    while (k + 0.5) * (1 + odds) * odds**terms > TRUNCATION * (terms + 1) * (1 - odds):
+        terms += 1
+    return terms
+
+
 def _power_sums(
-    weights: Weights, unit: Tensor, excluded: Tensor, terms: int, chunk: int
+    weights: Weights, unit: Tensor, excluded: Tensor, k: int, odds: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
-    """[R, terms] sums of exp(j (log w − unit)) over what is not excluded; for j = 1 also [R, C].
+    """[R, J] sums of exp(j (log w − unit)) over what is not excluded; for j = 1 also [R, C].
 
     ``excluded`` [R, M] are positions. Works in blocks that stay in the processor's cache, so that
     the weights are read once and nothing of their size is written.
+
+    ``odds`` bounds those of the largest tail item. A block's first power sum P may lower it: the
+    block expects at most K + ½ heads, so that u P/(1 + u) ≤ K + ½.
     """
+    terms = terms_needed(k, odds)
     rows, n = weights.shape
     block = block_size(weights.device)
     columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
@@ -310,11 +320,14 @@ def _power_sums(
             w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
             w, p = w[:, :padded], power[: len(here), :padded]
             by_chunk = w.view(len(here), -1, chunk).sum(-1)
-            powers = [by_chunk.sum(-1)]
-            for j in range(1, terms):
+            total = by_chunk.sum(-1)
+            share = (k + 0.5) / max(float(total.min()), k + 1.0)
+            powers = total.new_zeros((len(here), terms))
+            powers[:, 0] = total
+            for j in range(1, terms_needed(k, min(odds, share / (1 - share)))):
                 torch.mul(w if j == 1 else p, w, out=p)
-                powers.append(p.sum(-1))
-            row_sums.append(torch.stack(powers, dim=-1))
+                torch.sum(p, -1, out=powers[:, j])
+            row_sums.append(powers)
             row_chunk_sums.append(by_chunk)
         sums.append(torch.stack(row_sums).sum(0))
         chunk_sums.append(torch.cat(row_chunk_sums, dim=-1))
