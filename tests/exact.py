@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from cpsbs import TableModel
 
@@ -59,6 +61,89 @@ def conditional_poisson(weight: Callable[[float], float]) -> Rule:
         return {beam: q / total for beam, q in products.items()}
 
     return rule
+
+
+@dataclass(frozen=True)
+class Path:
+    """One way that a search can go, Y_1, …, Y_T."""
+
+    probability: float
+    inclusion: dict[Prefix, float]
+    """Π_t π_t of every sequence in Y_T."""
+    joint: dict[tuple[Prefix, Prefix], float]
+    """Π_t π_t of every pair, in both orders; where the two prefixes are one, that one's."""
+
+
+StepRule = Callable[[dict[Prefix, float], dict[Prefix, float], int], dict[Beam, float]]
+"""From candidates with p, and with p over the inclusion so far, and K, to the law of the picks."""
+
+
+def paths(model: TableModel, k: int, length: int, rule: StepRule) -> Iterator[Path]:
+    """Every path of the recursion with this rule."""
+
+    def steps(
+        probability: float,
+        inclusion: dict[Prefix, float],
+        joint: dict[tuple[Prefix, Prefix], float],
+        p: dict[Prefix, float],
+        left: int,
+    ) -> Iterator[Path]:
+        if left == 0:
+            yield Path(probability, inclusion, joint)
+            return
+        candidates = extensions(model, frozenset(inclusion), p)
+        parent = {y: y if y in inclusion else y[:-1] for y in candidates}
+        worth = {y: q / inclusion[parent[y]] for y, q in candidates.items()}
+        law = {frozenset(candidates): 1.0}
+        if len(candidates) > k:
+            law = rule(candidates, worth, k)
+        single: dict[Prefix, float] = defaultdict(float)
+        pair: dict[tuple[Prefix, Prefix], float] = defaultdict(float)
+        for beam, q in law.items():
+            for y in beam:
+                single[y] += q
+                for z in beam:
+                    pair[y, z] += q
+        for beam, q in law.items():
+            if q > 0:
+                yield from steps(
+                    probability * q,
+                    {y: inclusion[parent[y]] * single[y] for y in beam},
+                    {(y, z): joint[parent[y], parent[z]] * pair[y, z] for y in beam for z in beam},
+                    candidates,
+                    left - 1,
+                )
+
+    yield from steps(1.0, {(): 1.0}, {((), ()): 1.0}, {(): 1.0}, length)
+
+
+def poisson_rule(weight: Callable[[float], float]) -> StepRule:
+    """The paper's design: weights are a function of p."""
+    return lambda p, worth, k: conditional_poisson(weight)(p, k)
+
+
+def targets(worth: dict[Prefix, float], k: int) -> dict[Prefix, float]:
+    """min(1, c u) that sum to K, by bisection."""
+    low, high = 0.0, k / min(worth.values())
+    for _ in range(200):
+        c = (low + high) / 2
+        low, high = (c, high) if sum(min(1.0, c * u) for u in worth.values()) < k else (low, c)
+    return {y: min(1.0, high * u) for y, u in worth.items()}
+
+
+def calibrated_rule(
+    p: dict[Prefix, float], worth: dict[Prefix, float], k: int
+) -> dict[Beam, float]:
+    """Conditional Poisson with the odds of the targets; certain items are in every subset."""
+    target = targets(worth, k)
+    certain = [y for y, t in target.items() if t > 1 - 1e-12]
+    rest = [y for y in target if y not in certain]
+    law = {}
+    for subset in itertools.combinations(rest, k - len(certain)):
+        odds = math.prod(target[y] / (1 - target[y]) for y in subset)
+        law[frozenset((*certain, *subset))] = odds
+    total = sum(law.values())
+    return {beam: q / total for beam, q in law.items()}
 
 
 def without_replacement(p: dict[Prefix, float], k: int) -> dict[Beam, float]:

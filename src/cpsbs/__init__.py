@@ -6,6 +6,9 @@ from cpsbs.beams import Beams, Step
 from cpsbs.designs import DESIGNS, Design
 from cpsbs.designs.conditional_poisson import ConditionalPoisson
 from cpsbs.designs.contract import check_design
+from cpsbs.estimators import Estimate, estimate
+from cpsbs.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusion
+from cpsbs.metrics import diversity, sentence_bleu
 from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersModel
 from cpsbs.randomness import split_seed
 from cpsbs.search import search
@@ -20,15 +23,22 @@ __all__ = [
     "Beams",
     "ConditionalPoisson",
     "Design",
+    "Estimate",
     "FunctionModel",
+    "Inclusion",
     "SequenceModel",
     "Step",
     "TableModel",
     "TransformersModel",
     "__version__",
     "check_design",
+    "diversity",
+    "estimate",
     "generate",
+    "hindsight_inclusion",
+    "monte_carlo_inclusion",
     "search",
+    "sentence_bleu",
     "split_seed",
 ]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -59,8 +59,12 @@ class Beams:
     pad: int
     joint_log_inclusion: Tensor | None = None
     """[B, K, K] along the path, if it was asked for; where two paths are still one, that one's."""
+    entropy: Tensor | None = None
+    """[B, K] Σ_t H(p(· | y_<t)) along the path, if it was asked for."""
     path: tuple[Step, ...] | None = None
     """Every step, if it was asked for."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """How it was made: design, k, temperature, nucleus, max_length, seed, model."""
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -74,9 +78,9 @@ class Beams:
             source = range(len(self))[source]
             source = slice(source, source + 1)
         some: dict[str, Any] = {}
-        for field in fields(self):
-            value = getattr(self, field.name)
-            some[field.name] = value[source] if isinstance(value, Tensor) else value
+        for part in fields(self):
+            value = getattr(self, part.name)
+            some[part.name] = value[source] if isinstance(value, Tensor) else value
         return replace(self, **{**some, "path": None})
 
     @property

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class _Beam:
     """[b, P] along the path"""
     joint: Tensor | None
     """[b, P, P] along the path"""
+    entropy: Tensor | None
+    """[b, P] along the path"""
 
     @property
     def open(self) -> Tensor:
@@ -62,6 +65,7 @@ class _Beam:
             {name: value[rows] for name, value in self.state.items()},
             some(self.log_inclusion),
             some(self.joint),
+            some(self.entropy),
         )
 
 
@@ -76,6 +80,7 @@ def search(
     nucleus: float | None = None,
     generator: Generators = None,
     joint: bool = False,
+    entropy: bool = False,
     path: bool = False,
 ) -> Beams:
     """Draw K sequences for each of the model's sources.
@@ -92,18 +97,29 @@ def search(
         generator: one, from which every source gets a stream of its own, by its number; or one for
             each source. Either way a source's draw does not depend on what else is in the batch.
         joint: keep the joint inclusion probabilities along the path, for error bars.
+        entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
         path: keep every step.
     """
     chosen = design_named(design)
     _check(k, max_length, temperature, nucleus)
+    seed = None
     if not isinstance(generator, Sequence):
         # A seed for all, from which each source gets a stream of its own.
         device = torch.device("cpu") if generator is None else generator.device
         seed = int(torch.randint(2**62, (), generator=generator, device=device))
         generator = split_seed(seed, model.sources, model.device)
+    settings = {
+        "design": repr(chosen),
+        "k": k,
+        "temperature": temperature,
+        "nucleus": nucleus,
+        "max_length": max_length,
+        "seed": seed,
+        "model": getattr(model, "name", type(model).__name__),
+    }
     streams = Streams(generator, model.sources, model.device)
     source = torch.arange(model.sources, device=model.device)
-    beam = _first(chosen, k, streams, source, joint)
+    beam = _first(chosen, k, streams, source, joint, entropy)
     scores = model.start()
     if scores.shape != (model.sources, model.vocab_size):
         raise ValueError(
@@ -133,7 +149,7 @@ def search(
         scores = model.advance(row.gather(-1, parent)[goes_on], beam.tokens[..., -1][goes_on])
         row = (goes_on.flatten().cumsum(0) - 1).view(goes_on.shape)
     done.append(beam)
-    return _collected(done, chosen, model.pad, joint, tuple(steps) if path else None)
+    return _collected(done, chosen, model.pad, settings, tuple(steps) if path else None)
 
 
 def _check(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
@@ -147,7 +163,9 @@ def _check(k: int, max_length: int, temperature: float, nucleus: float | None) -
         raise ValueError(f"nucleus is {nucleus}; allowed are numbers above 0, up to 1, and None")
 
 
-def _first(design: Design, k: int, streams: Streams, source: Tensor, joint: bool) -> _Beam:
+def _first(
+    design: Design, k: int, streams: Streams, source: Tensor, joint: bool, entropy: bool
+) -> _Beam:
     """The empty sequence, as often as the design wants it."""
     shape = (len(source), design.roots(k))
     zeros = torch.zeros(shape, dtype=torch.float64, device=source.device)
@@ -162,6 +180,7 @@ def _first(design: Design, k: int, streams: Streams, source: Tensor, joint: bool
         state=design.begin(k, streams, source),
         log_inclusion=zeros,
         joint=zeros[..., None] + zeros[:, None, :] if joint else None,
+        entropy=zeros if entropy else None,
     )
 
 
@@ -169,12 +188,7 @@ def _candidates(
     beam: _Beam, row: Tensor, scores: Tensor, temperature: float, nucleus: float | None
 ) -> Candidates:
     """What the open hypotheses can be extended to, and the finished ones as they are."""
-    if not scores.dtype.is_floating_point or scores.dtype.itemsize < 4:
-        scores = scores.float()
-    if temperature != 1.0:
-        scores = scores / temperature
-    if nucleus is not None and nucleus < 1:
-        scores = _truncated(scores, nucleus)
+    scores = processed(scores, temperature, nucleus)
     log_total = _log_sum_exp(scores)
     if not bool(log_total.isfinite().all()):
         raise ValueError("the model's scores of a prefix are NaN, inf, or all -inf")
@@ -182,14 +196,30 @@ def _candidates(
     if bool(going.all()) and row.shape[-1] * len(row) == len(scores):
         shape = (*row.shape, -1)
         return Candidates(
-            beam.log_prob, scores.view(shape), log_total.view(row.shape), ~going, beam.state
+            beam.log_prob,
+            scores.view(shape),
+            log_total.view(row.shape),
+            ~going,
+            beam.state,
+            beam.log_inclusion,
         )
     everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
     everything[going] = scores[row[going]]
     everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
     total = torch.where(going, log_total[torch.where(going, row, 0)], 0.0)
     log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
-    return Candidates(log_prob, everything, total, beam.finished, beam.state)
+    return Candidates(log_prob, everything, total, beam.finished, beam.state, beam.log_inclusion)
+
+
+def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:
+    """A model's scores [rows, V], in float32 or float64, scaled and truncated."""
+    if not scores.dtype.is_floating_point or scores.dtype.itemsize < 4:
+        scores = scores.float()
+    if temperature != 1.0:
+        scores = scores / temperature
+    if nucleus is not None and nucleus < 1:
+        scores = _truncated(scores, nucleus)
+    return scores
 
 
 def _log_sum_exp(scores: Tensor) -> Tensor:
@@ -239,6 +269,9 @@ def _extended(
         rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
         columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
         joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
+    entropy = None
+    if beam.entropy is not None:
+        entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
     return _Beam(
         source=beam.source,
         tokens=torch.cat([before, token[..., None]], dim=-1),
@@ -249,6 +282,7 @@ def _extended(
         state=selection.state,
         log_inclusion=log_inclusion,
         joint=joint,
+        entropy=entropy,
     )
 
 
@@ -259,7 +293,11 @@ def _step(beam: _Beam, selection: Selection, parent: Tensor) -> Step:
 
 
 def _collected(
-    done: list[_Beam], design: Design, pad: int, joint: bool, path: tuple[Step, ...] | None
+    done: list[_Beam],
+    design: Design,
+    pad: int,
+    settings: Mapping[str, Any],
+    path: tuple[Step, ...] | None,
 ) -> Beams:
     """All sources in their order, the hypotheses of each by probability."""
     longest = max(part.tokens.shape[-1] for part in done)
@@ -284,7 +322,7 @@ def _collected(
         return None if x is None else ranked(torch.where(present, x, -math.inf))
 
     pairs = None
-    if joint and done[0].joint is not None:
+    if done[0].joint is not None:
         pairs = ranked(joined("joint"))
         pairs = pairs.gather(2, rank[:, None, :].expand_as(pairs))
     return Beams(
@@ -298,7 +336,9 @@ def _collected(
         design=design.name,
         pad=pad,
         joint_log_inclusion=pairs,
+        entropy=None if done[0].entropy is None else ranked(joined("entropy")),
         path=path,
+        settings=settings,
     )
 
 

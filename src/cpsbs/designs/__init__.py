@@ -7,15 +7,28 @@ says what the search expects of one.
 
 from cpsbs.designs.arithmetic import Arithmetic
 from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.calibrated import Calibrated
 from cpsbs.designs.diverse import Diverse
 from cpsbs.designs.gumbel import GumbelTopK
 from cpsbs.designs.independent import Independent
 from cpsbs.designs.poisson import ConditionalPoissonDesign
+from cpsbs.designs.stratified import Stratified
+from cpsbs.designs.sum_and_sample import SumAndSample
 from cpsbs.designs.top_k import TopK
 
 DESIGNS: dict[str, type[Design]] = {
     design.name: design
-    for design in (ConditionalPoissonDesign, GumbelTopK, TopK, Independent, Arithmetic, Diverse)
+    for design in (
+        ConditionalPoissonDesign,
+        Calibrated,
+        Stratified,
+        GumbelTopK,
+        Independent,
+        Arithmetic,
+        SumAndSample,
+        TopK,
+        Diverse,
+    )
 }
 """All designs by name."""
 
@@ -32,6 +45,7 @@ def design_named(design: str | Design) -> Design:
 __all__ = [
     "DESIGNS",
     "Arithmetic",
+    "Calibrated",
     "Candidates",
     "ConditionalPoissonDesign",
     "Design",
@@ -39,6 +53,8 @@ __all__ = [
     "GumbelTopK",
     "Independent",
     "Selection",
+    "Stratified",
+    "SumAndSample",
     "TopK",
     "design_named",
 ]

@@ -31,6 +31,8 @@ class Candidates:
     """[B, P] parents that offer themselves and nothing else."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
     """[B, P] what the design returned with these parents."""
+    log_inclusion: Tensor | None = None
+    """[B, P] float64, the sum of what the design returned as such along the path of the parents."""
 
     def log_conditional(self) -> Tensor:
         """[B, P, V] float64 log p(token | parent)."""
@@ -39,6 +41,27 @@ class Candidates:
     def log_joint(self) -> Tensor:
         """[B, P·V] float64 log p of the candidates."""
         return (self.scores + (self.log_prob - self.log_total)[..., None]).flatten(1)
+
+    def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Candidates:
+        """The extensions of some parents of some sources."""
+        past = self.log_inclusion
+        return Candidates(
+            self.log_prob[rows][:, parents],
+            self.scores[rows][:, parents],
+            self.log_total[rows][:, parents],
+            self.finished[rows][:, parents],
+            {name: value[rows][:, parents] for name, value in self.state.items()},
+            None if past is None else past[rows][:, parents],
+        )
+
+    def entropy(self) -> Tensor:
+        """[B, P] float64 entropy of the next token after each parent; 0 for a finished one."""
+        rows = self.scores.flatten(0, 1)
+        # Block by block, so that nothing of the size of the scores is kept.
+        parts = torch.split(rows, max(1, 2**19 // rows.shape[-1]))
+        sums = [torch.special.entr(p.softmax(-1)).sum(-1, dtype=torch.float64) for p in parts]
+        entropy = torch.cat(sums).view(self.log_total.shape)
+        return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
 
     def parent_of(self, index: Tensor) -> Tensor:
         """[B, K] the parents of the candidates [B, K]."""
@@ -75,6 +98,11 @@ class Design(ABC):
 
     name: str
     distinct: bool = True
+
+    def __repr__(self) -> str:
+        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
+        settings = ", ".join(f"{name}={value!r}" for name, value in public.items())
+        return f"{self.name}({settings})" if settings else self.name
 
     def roots(self, k: int) -> int:
         """How many copies of the empty sequence the search starts from."""

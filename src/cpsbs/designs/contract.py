@@ -58,6 +58,7 @@ def _example(
             name: value if value.shape[-1] == parents else value.expand(DRAWS, parents).clone()
             for name, value in design.begin(k, streams, torch.arange(DRAWS)).items()
         },
+        log_inclusion=torch.zeros((DRAWS, parents), dtype=torch.float64),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -43,43 +44,61 @@ class ConditionalPoissonDesign(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """Pick; a source with no more than K candidates keeps them all."""
-        offset = candidates.log_prob - candidates.log_total
-        log_p = CandidateWeights(candidates.scores, offset, odds=False)
-        if log_p.shape[1] > k:
-            try:
-                return self._draw(candidates.scores, offset, k, streams, joint)
-            except TooFewError:
-                pass  # in some of the sources; only the first steps of a search come here
-        values, index = log_p.largest(min(k + 1, log_p.shape[1]))
-        many = (values[:, k] > -math.inf) if values.shape[1] > k else values.new_zeros(len(values))
-        rows = many.nonzero()[:, 0]
-        kept = _everything(values, index, k, joint)
-        if len(rows) == 0:
-            return kept
-        drawn = self._draw(candidates.scores[rows], offset[rows], k, streams.select(rows), joint)
-        return _with_rows(kept, rows, drawn)
+        return keep_few(candidates, k, streams, joint, self._draw)
 
-    def _draw(
-        self, scores: Tensor, offset: Tensor, k: int, streams: Streams, joint: bool
-    ) -> Selection:
-        weights: Weights = CandidateWeights(scores, offset, odds=self.weights == "odds")
-        if self.anneal != 1.0:
-            log_p = (scores + offset[..., None]).flatten(1)
-            design = ConditionalPoisson.from_log_probs(log_p, k, self.weights, self.anneal)
-            weights = PlainWeights(design.log_weights)
-        with torch.inference_mode():
-            population = split(weights, k, "the model's scores")
-            index = draw(population, 1, streams)[0]
-            row = torch.arange(len(index), device=index.device)[:, None]
-            y = population.relative(weights.take(row, index))
-            log_inclusion = log_inclusion_at(population, y)
-            pairs = joint_log_inclusion_at(population, y) if joint else None
-        return Selection(
-            index=index.clone(),
-            present=torch.ones(index.shape, dtype=torch.bool, device=index.device),
-            log_inclusion=log_inclusion.clone(),
-            joint_log_inclusion=None if pairs is None else pairs.clone(),
-        )
+    def candidate_weights(self, candidates: Candidates, k: int) -> Weights:
+        """The weights of the candidates."""
+        offset = candidates.log_prob - candidates.log_total
+        if self.anneal == 1.0:
+            return CandidateWeights(candidates.scores, offset, odds=self.weights == "odds")
+        log_p = (candidates.scores + offset[..., None]).flatten(1)
+        design = ConditionalPoisson.from_log_probs(log_p, k, self.weights, self.anneal)
+        return PlainWeights(design.log_weights)
+
+    def _draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        return draw_poisson(self.candidate_weights(candidates, k), k, streams, joint)
+
+
+def draw_poisson(weights: Weights, k: int, streams: Streams, joint: bool) -> Selection:
+    """A conditional Poisson sample, with its inclusion probabilities."""
+    with torch.inference_mode():
+        population = split(weights, k, "the model's scores")
+        index = draw(population, 1, streams)[0]
+        row = torch.arange(len(index), device=index.device)[:, None]
+        y = population.relative(weights.take(row, index))
+        log_inclusion = log_inclusion_at(population, y)
+        pairs = joint_log_inclusion_at(population, y) if joint else None
+    return Selection(
+        index=index.clone(),
+        present=torch.ones(index.shape, dtype=torch.bool, device=index.device),
+        log_inclusion=log_inclusion.clone(),
+        joint_log_inclusion=None if pairs is None else pairs.clone(),
+    )
+
+
+def keep_few(
+    candidates: Candidates,
+    k: int,
+    streams: Streams,
+    joint: bool,
+    draw_many: Callable[[Candidates, int, Streams, bool], Selection],
+) -> Selection:
+    """``draw_many`` where there are more than K candidates; elsewhere, all of them."""
+    log_p = CandidateWeights(
+        candidates.scores, candidates.log_prob - candidates.log_total, odds=False
+    )
+    if log_p.shape[1] > k:
+        try:
+            return draw_many(candidates, k, streams, joint)
+        except TooFewError:
+            pass  # in some of the sources; only the first steps of a search come here
+    values, index = log_p.largest(min(k + 1, log_p.shape[1]))
+    many = (values[:, k] > -math.inf) if values.shape[1] > k else values.new_zeros(len(values))
+    rows = many.nonzero()[:, 0]
+    kept = _everything(values, index, k, joint)
+    if len(rows) == 0:
+        return kept
+    return _with_rows(kept, rows, draw_many(candidates.of(rows), k, streams.select(rows), joint))
 
 
 def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection:

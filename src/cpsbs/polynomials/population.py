@@ -283,8 +283,13 @@ def terms_needed(k: int, odds: float) -> int:
     return terms
 
 
+def first_power_sums(weights: Weights, unit: Tensor, excluded: Tensor, chunk: int) -> Tensor:
+    """[R, C] sums of exp(log w − unit) over what is not excluded, chunk by chunk."""
+    return _power_sums(weights, unit, excluded, 0, None, chunk)[1]
+
+
 def _power_sums(
-    weights: Weights, unit: Tensor, excluded: Tensor, k: int, odds: float, chunk: int
+    weights: Weights, unit: Tensor, excluded: Tensor, k: int, odds: float | None, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """[R, J] sums of exp(j (log w − unit)) over what is not excluded; for j = 1 also [R, C].
 
@@ -292,9 +297,9 @@ def _power_sums(
     the weights are read once and nothing of their size is written.
 
     ``odds`` bounds those of the largest tail item. A block's first power sum P may lower it: the
-    block expects at most K + ½ heads, so that u P/(1 + u) ≤ K + ½.
+    block expects at most K + ½ heads, so that u P/(1 + u) ≤ K + ½. Without ``odds``, J = 1.
     """
-    terms = terms_needed(k, odds)
+    terms = 1 if odds is None else terms_needed(k, odds)
     rows, n = weights.shape
     block = block_size(weights.device)
     columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
@@ -321,10 +326,13 @@ def _power_sums(
             w, p = w[:, :padded], power[: len(here), :padded]
             by_chunk = w.view(len(here), -1, chunk).sum(-1)
             total = by_chunk.sum(-1)
-            share = (k + 0.5) / max(float(total.min()), k + 1.0)
             powers = total.new_zeros((len(here), terms))
             powers[:, 0] = total
-            for j in range(1, terms_needed(k, min(odds, share / (1 - share)))):
+            here_needed = 1
+            if odds is not None:
+                share = (k + 0.5) / max(float(total.min()), k + 1.0)
+                here_needed = terms_needed(k, min(odds, share / (1 - share)))
+            for j in range(1, here_needed):
                 torch.mul(w if j == 1 else p, w, out=p)
                 torch.sum(p, -1, out=powers[:, j])
             row_sums.append(powers)

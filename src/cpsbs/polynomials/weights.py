@@ -161,6 +161,45 @@ class CandidateWeights(Weights):
         return log_odds(log_p) if self._odds else log_p
 
 
+class WithForcedItem(Weights):
+    """Other weights, with one item of every row made certain: the design given that it is in.
+
+    Args:
+        weights: the others.
+        item: [R, 1]
+    """
+
+    def __init__(self, weights: Weights, item: Tensor) -> None:
+        self._weights, self._item = weights, item
+        self.shape, self.device = weights.shape, weights.device
+
+    @property
+    def values(self) -> Tensor:
+        """All of them, in float64."""
+        return self._weights.values.to(torch.float64).scatter(-1, self._item, math.inf)
+
+    def take(self, row: Tensor, item: Tensor) -> Tensor:
+        """As the others have them, but for the item."""
+        value = self._weights.take(row, item)
+        return torch.where(item == self._item[row, 0], math.inf, value)
+
+    def largest(self, m: int) -> tuple[Tensor, Tensor]:
+        """The item comes first; so it is always in the head, and never in what ``fill`` is for."""
+        values, index = self._weights.largest(m)
+        here = index == self._item
+        # It leaves its place, or drives out the last one.
+        place = torch.where(here.any(-1), here.int().argmax(-1), m - 1)[:, None]
+        order = torch.arange(m, device=index.device).expand_as(index)
+        order = torch.where(order <= place, (order - 1).clamp(min=0), order)
+        values, index = values.gather(-1, order), index.gather(-1, order)
+        index[:, :1] = self._item
+        return values.index_fill_(-1, order.new_zeros(1), math.inf), index
+
+    def fill(self, rows: slice, left: int, unit: Tensor, out: Tensor, scratch: Tensor) -> None:
+        """As the others do."""
+        self._weights.fill(rows, left, unit, out, scratch)
+
+
 def log_odds(log_p: Tensor) -> Tensor:
     """Log p/(1 − p), accurate at both ends: −expm1(log p) = 1 − p; inf for p = 1.
 

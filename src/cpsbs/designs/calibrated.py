@@ -1,0 +1,34 @@
+"""Conditional Poisson sampling at every step, aimed at the targets of ``targets``.
+
+The paper's weights are the odds of p. They forget how unlikely it was that a prefix survived, so
+that the product of inclusion probabilities drifts away from the probability of the sequence, the
+more so the more entropy the model has. Here the weights are the odds of min(1, c u), with u = p
+over the product so far: the chance to go on depends on what a hypothesis counts in the estimate.
+As in the paper, the odds only come close to the targets; the inclusion probabilities that are
+reported are those of the weights, exactly.
+"""
+
+from __future__ import annotations
+
+from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.poisson import draw_poisson, keep_few
+from cpsbs.designs.targets import find_targets
+from cpsbs.polynomials.weights import CandidateWeights
+from cpsbs.randomness import Streams
+
+
+class Calibrated(Design):
+    """Conditional Poisson with the odds of min(1, c·u) as weights."""
+
+    name = "calibrated"
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """Pick; a source with no more than K candidates keeps them all."""
+        return keep_few(candidates, k, streams, joint, self._draw)
+
+    def _draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        targets = find_targets(candidates, k)
+        offset = targets.offset + targets.log_scale[:, None]
+        return draw_poisson(CandidateWeights(candidates.scores, offset, True), k, streams, joint)

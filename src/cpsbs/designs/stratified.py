@@ -1,0 +1,127 @@
+"""The targets of ``targets``, met exactly and parent by parent.
+
+Heavy candidates are kept. The places that are left go to the parents by systematic sampling: with
+μ_b the sum of its light targets, parent b gets ⌊μ_b⌋ or ⌈μ_b⌉ of them. Inside a parent the light
+candidates lie one after the other on [0, μ_b), each as long as its target, and the parent's n_b
+places are the points s, s + 1, … that fall on it, with s uniform given that there are n_b. So every
+candidate is picked with exactly its target, light picks all weigh 1/c, and the weights of the beam
+sum to one.
+
+With no heavy candidate and one place for each parent this is ancestral sampling; with little
+entropy it enumerates. The offsets s of the parents are spread over [0, 1) as evenly as can be, in
+random order: one for all of them would make all hypotheses lucky or unlucky together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.poisson import keep_few
+from cpsbs.designs.targets import Targets, find_targets
+from cpsbs.randomness import Streams
+
+BELOW_ONE = 1 - 2.0**-52
+
+
+class Stratified(Design):
+    """Every parent gets the children that it is worth."""
+
+    name = "stratified"
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """Pick; a source with no more than K candidates keeps them all."""
+        return keep_few(candidates, k, streams, joint, self._draw)
+
+    def _draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        targets = find_targets(candidates, k)
+        sources, parents, tokens = candidates.scores.shape
+        slot = torch.arange(k, device=targets.index.device)
+        is_heavy = slot < targets.heavy[:, None]
+
+        # What lies on [0, μ_b): the light ones among the K largest, then all others by chunks.
+        light = targets.scale[:, None] * targets.worth * ~is_heavy
+        owner = targets.index // tokens
+        own = owner[:, None, :] == torch.arange(parents, device=slot.device)[:, None]
+        largest = torch.where(own, light[:, None, :], 0.0).cumsum(-1)
+        chunks = (targets.scale[:, None, None] * targets.chunk_sums).cumsum(-1)
+        size = largest[..., -1] + chunks[..., -1]
+
+        row = torch.arange(sources, device=slot.device)
+        uniform = streams.uniform(row, (1 + 2 * parents,))
+        number = slot - targets.heavy[:, None]  # of a light place
+        end = size.cumsum(-1)
+        total = end[:, -1:].clamp(min=2.0**-1000)
+        point = (uniform[:, :1] + number) / (k - targets.heavy[:, None]).clamp(min=1) * total
+        parent = torch.searchsorted(end, point * BELOW_ONE, right=True).clamp_(max=parents - 1)
+
+        # How many places a parent has, and which of them this one is.
+        same = (parent[:, :, None] == parent[:, None, :]) & ~is_heavy[:, None, :]
+        before = (same & (slot < slot[:, None])).sum(-1)
+        times = torch.zeros_like(size).scatter_add_(-1, parent, (~is_heavy).to(size.dtype))
+        start = _starts(size, times, uniform[:, 1:].view(sources, 2, parents))
+        mu = size.gather(-1, parent)
+        at = (start.gather(-1, parent) + before).minimum(mu * BELOW_ONE)
+
+        among = _rows(largest, parent)
+        found = torch.searchsorted(among, at[..., None], right=True)[..., 0].clamp_(max=k - 1)
+        index = torch.where(
+            at < among[..., -1],
+            targets.index.gather(-1, found),
+            _in_chunks(candidates, targets, _rows(chunks, parent), parent, at - among[..., -1]),
+        )
+        index = torch.where(is_heavy, targets.index, index)
+        index, order = index.sort(dim=-1)
+        score = candidates.scores.flatten(1).gather(-1, index).to(torch.float64)
+        log_target = score + targets.offset.gather(-1, index // tokens)
+        log_target = (log_target + targets.log_scale[:, None]).clamp(max=0.0)
+        return Selection(
+            index=index,
+            present=torch.ones_like(is_heavy),
+            log_inclusion=torch.where(is_heavy.gather(-1, order), 0.0, log_target),
+        )
+
+
+def _starts(size: Tensor, times: Tensor, uniform: Tensor) -> Tensor:
+    """[R, P] s for each parent, given how many points [R, P] it has.
+
+    With m parents that have any, one lies in each of the m equal parts of its range.
+    """
+    some = times > 0
+    rank = (uniform[:, 0] + 2.0 * ~some).argsort(-1).argsort(-1)
+    even = (rank + uniform[:, 1]) / some.sum(-1, keepdim=True).clamp(min=1)
+    rest = size - size.floor()
+    return torch.where(times > size.floor(), even * rest, rest + even * (1 - rest))
+
+
+def _rows(table: Tensor, parent: Tensor) -> Tensor:
+    """[R, K, m] the rows of table [R, P, m] of these parents [R, K]."""
+    return table.gather(1, parent[..., None].expand(-1, -1, table.shape[-1]))
+
+
+def _in_chunks(
+    candidates: Candidates, targets: Targets, end: Tensor, parent: Tensor, at: Tensor
+) -> Tensor:
+    """[R, K] the candidate of the parent [R, K] at this place [R, K] behind the K largest.
+
+    ``end`` [R, K, C] are the ends of the parent's chunks.
+    """
+    tokens = candidates.scores.shape[-1]
+    chunk = torch.searchsorted(end, at[..., None] * BELOW_ONE, right=True)
+    chunk = chunk.clamp_(max=end.shape[-1] - 1)
+    begin = torch.where(chunk > 0, end.gather(-1, (chunk - 1).clamp(min=0)), 0.0)[..., 0]
+    token = chunk * targets.chunk + torch.arange(targets.chunk, device=chunk.device)
+    index = parent[..., None] * tokens + token.clamp(max=tokens - 1)
+    known = targets.index.sort(dim=-1).values
+    place = torch.searchsorted(known, index.flatten(1)).clamp_(max=known.shape[-1] - 1)
+    taken = (known.gather(-1, place) == index.flatten(1)).view(index.shape)
+    score = candidates.scores.flatten(1).gather(-1, index.flatten(1)).view(index.shape)
+    shift = targets.offset.gather(-1, parent) - targets.reference[:, None]
+    worth = (score + shift[..., None]).exp_().masked_fill_(taken | (token >= tokens), 0.0)
+    worth = worth.cumsum(-1)
+    level = ((at - begin) / targets.scale[:, None]).clamp(min=0).minimum(worth[..., -1] * BELOW_ONE)
+    item = (worth <= level[..., None]).sum(-1, keepdim=True).clamp_(max=targets.chunk - 1)
+    return index.gather(-1, item)[..., 0]

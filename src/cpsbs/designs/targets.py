@@ -1,0 +1,91 @@
+"""Inclusion probabilities to aim at: in proportion to what a candidate is worth now, at most one.
+
+A hypothesis that survived with probability Π π counts u = p / Π π in the estimate. A step is to
+keep K candidates. Of all ways to do so without bias the sum of the squared weights is smallest if
+
+    π_n = min(1, c u_n) ,      Σ_n π_n = K                          (Fearnhead and Clifford, 2003)
+
+*heavy* candidates, u ≥ 1/c, are certain and keep their weight, and every *light* one that is picked
+weighs 1/c. Splitting a hypothesis into its extensions never makes Σ min(1, c u) smaller, so c never
+grows from step to step, and a sequence of T steps is in the beam with probability min(1, c_T p).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpsbs.designs.base import Candidates
+from cpsbs.polynomials.population import TooFewError, first_power_sums
+from cpsbs.polynomials.weights import PlainWeights, chunk_length, largest_by_chunks
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The inclusion probabilities to aim at, for R sources with P parents and V tokens each.
+
+    What a candidate is worth is given relative to the K-th largest: e^{log u − reference}.
+    """
+
+    offset: Tensor
+    """[R, P] log u of a candidate is its score plus this."""
+    reference: Tensor
+    """[R] the K-th largest log u."""
+    index: Tensor
+    """[R, K] the K largest candidates, descending."""
+    worth: Tensor
+    """[R, K] what they are worth, relative."""
+    heavy: Tensor
+    """[R] how many of them are certain."""
+    scale: Tensor
+    """[R] c, relative."""
+    chunk_sums: Tensor
+    """[R, P, C] what chunks of the other candidates are worth, relative."""
+    chunk: int
+    """How many tokens a chunk has."""
+
+    @property
+    def log_scale(self) -> Tensor:
+        """[R] log c."""
+        return self.scale.log() - self.reference
+
+
+def find_targets(candidates: Candidates, k: int) -> Targets:
+    """For sources with more than K candidates.
+
+    Everything but the K largest is light, because c u < 1 for all but K of them; how many of those
+    K are heavy is seen from the sums of what is left without them, each from smallest to largest,
+    so that no digits are lost where a few candidates have nearly all the weight.
+    """
+    assert candidates.log_inclusion is not None
+    scores = candidates.scores
+    sources, parents, tokens = scores.shape
+    offset = candidates.log_prob - candidates.log_inclusion - candidates.log_total
+    offset = torch.where(candidates.log_prob == -math.inf, -math.inf, offset)
+    values, index = largest_by_chunks(scores, offset, k)
+    reference = values[:, -1]
+    if bool((reference == -math.inf).any()):
+        raise TooFewError(f"a source has fewer than k = {k} candidates")
+    chunk = chunk_length(parents * tokens, k)
+    # The K largest are left out, each in the row of its parent.
+    parent = torch.arange(parents, device=scores.device)
+    place = torch.where(
+        (index // tokens)[:, None, :] == parent[:, None], index[:, None] % tokens, -1
+    )
+    chunk_sums = first_power_sums(
+        PlainWeights(scores.flatten(0, 1)),
+        (reference[:, None] - offset).flatten(),
+        place.flatten(0, 1),
+        chunk,
+    ).view(sources, parents, -1)
+    worth = (values - reference[:, None]).clamp_(max=700.0).exp_()
+    # left[:, h] is worth all but the h largest.
+    left = worth.flip(-1).cumsum(-1).flip(-1) + chunk_sums.sum((1, 2))[:, None]
+    count = torch.arange(k, 0, -1, dtype=worth.dtype, device=worth.device)
+    light = worth * count < left
+    heavy = light.long().cumsum(-1).eq(0).sum(-1)
+    scale = (count / left).gather(-1, heavy.clamp(max=k - 1)[:, None])[:, 0]
+    return Targets(offset, reference, index, worth, heavy, scale, chunk_sums, chunk)

@@ -1,0 +1,360 @@
+"""Expectations from beams, with their uncertainty (§4 of the paper, and beyond it).
+
+    G = Σ_{y ∈ Y} w(y) f(y) ,      w(y) = p(y) / π(y)                                    (eq:ht)
+
+With π the product of inclusion probabilities along the path that the search took, G is *exactly
+unbiased* for E_p f: P(path) / Π_t π_t is the probability of the path given that y is kept, which
+sums to one over the paths, for every y. The paper, which takes M = 1 of ``eq:is-good`` and so the
+same number, presents it as a consistent estimator only. *Normalised* estimates divide by Σ w. They
+are biased, with less variance.
+
+The expectation is under the distribution that was searched: processed, scaled by the temperature,
+cut off at ``max_length``, where a sequence that has not ended counts as an outcome.
+
+**Variance from one beam**, where the design admits it:
+
+- conditional Poisson and calibrated (searched with ``joint=True``): with the joint probabilities
+  along the path, Σ_{y,y'} p(y) p(y') / π(y, y') · f(y) f(y') is unbiased for (E f)² if every two
+  sequences can come together, so G² minus that is unbiased for Var G. It can come out negative;
+  there is then no standard error. A calibrated step that has a single place for light candidates
+  never takes two of them; for f ≥ 0 its variance is then overestimated.
+- stochastic beam search: given the threshold, the terms of G are uncorrelated, so that
+  Σ (w f)² (1 − q) is unbiased.
+- independent samples: their variance over K.
+- stratified: as if the light picks were independent, which they are better than: on the safe side
+  where f varies between parents no less than within them.
+
+Arithmetic sampling and sum-and-sample have one random number for the whole beam, and only repeated
+beams tell their error: pass a list of them. Normalised estimates take the same with f − G for f
+(linearisation).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpsbs.beams import Beams
+
+Decode = Callable[[Sequence[Sequence[int]]], list[str]]
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """An estimated expectation for each of B sources; print it to get a line for each."""
+
+    value: Tensor
+    """[B], or [B, d] if f is vector-valued."""
+    variance: Tensor | None
+    """Of the same shape: an estimate of Var[value]; it can be negative. None if it is not known."""
+    freedom: Tensor
+    """[B] degrees of freedom of the variance, for the interval; inf where none are counted."""
+    distinct: Tensor
+    """[B] how many different sequences it rests on."""
+    effective_size: Tensor
+    """[B] (Σ w)² / Σ w² over these sequences."""
+    captured: Tensor
+    """[B] Σ p(y) over these sequences."""
+    function: str
+    """What was estimated."""
+    estimator: str
+    """How: the design's weights, normalised or not."""
+    repeats: int
+    """How many beams."""
+    settings: Mapping[str, Any]
+    """How the beams were made; see ``Beams.settings``."""
+
+    @property
+    def standard_error(self) -> Tensor | None:
+        """Of the shape of the value; NaN where the variance came out negative."""
+        return None if self.variance is None else self.variance.sqrt()
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """The ends of the confidence interval, by Student's t where the variance is a sample's."""
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; allowed are numbers between 0 and 1")
+        if self.standard_error is None:
+            raise ValueError(
+                f"one beam of {self.settings.get('design', 'this design')} does not tell its "
+                "error; estimate from a list of independent beams"
+                + (" or search with joint=True" if self.estimator.startswith("own path") else "")
+            )
+        half = [student_quantile((1 + level) / 2, df) for df in self.freedom.tolist()]
+        error = self.standard_error
+        wide = error.new_tensor(half).view(-1, *[1] * (error.ndim - 1)) * error
+        return self.value - wide, self.value + wide
+
+    def __str__(self) -> str:
+        return "\n".join(self._line(b) for b in range(len(self.value)))
+
+    def _line(self, b: int) -> str:
+        numbers = _with_error(
+            self.value[b], None if self.standard_error is None else self.standard_error[b]
+        )
+        made = dict(self.settings)
+        how = [
+            str(made.pop("design", "?")),
+            f"K={made.pop('k', '?')}",
+            *([f"{self.repeats} beams"] if self.repeats > 1 else []),
+            self.estimator,
+            f"{int(self.distinct[b])} distinct",
+            f"ESS {float(self.effective_size[b]):.1f}",
+            f"Σp {float(self.captured[b]):.3g}",
+            *(f"{name} {value}" for name, value in made.items() if value is not None),
+        ]
+        where = f"[{b}]" if len(self.value) > 1 else ""
+        return f"E[{self.function}]{where} = {numbers} ({', '.join(how)})"
+
+
+def estimate(
+    beams: Beams | Sequence[Beams],
+    f: Any,
+    *,
+    normalize: bool = False,
+    log_inclusion: Tensor | None = None,
+    decode: Decode | None = None,
+) -> Estimate:
+    """Estimate E_p f(y) for every source.
+
+    Args:
+        beams: from ``search``; or a list of independent ones, of the same kind, whose spread gives
+            the standard error.
+        f: a function of a sequence, given as a list of tokens, or, with ``decode``, as a text; it
+            returns a number or a vector. Called once for each different sequence of a source. If
+            it has an attribute ``batched`` that is true, it gets a list of sequences and returns a
+            number or vector for each. Or a function of ``cpsbs.functions``.
+        normalize: divide by the sum of the weights.
+        log_inclusion: [B, K] log π(y) to use instead of what the beams have, such as an estimate
+            from ``cpsbs.inclusion``.
+        decode: from lists of tokens to texts, such as a tokenizer's ``batch_decode``.
+
+    Raises:
+        ValueError: if f fails, naming the sequence; or if the beams have no weights.
+    """
+    several = [beams] if isinstance(beams, Beams) else list(beams)
+    if not several or not all(isinstance(b, Beams) for b in several):
+        raise ValueError("beams must be Beams, or a list of some that is not empty")
+    if len({(b.design, b.k, len(b)) for b in several}) > 1:
+        raise ValueError("beams of different designs, sizes or numbers of sources cannot be mixed")
+    if log_inclusion is not None and len(several) > 1:
+        raise ValueError("log_inclusion belongs to one Beams, not to a list of them")
+    log_weights = [_log_weight(b, log_inclusion) for b in several]
+    known: list[dict[tuple[int, ...], Tensor]] = [{} for _ in range(len(several[0]))]
+    values = [_values(f, b, known, decode) for b in several]
+    weights = [x.exp() for x in log_weights]
+    total = torch.stack([(w[..., None] * v).sum(1) for w, v in zip(weights, values, strict=True)])
+    norm = torch.stack([w.sum(-1) for w in weights])[..., None]
+    value = total.mean(0) / norm.mean(0) if normalize else total.mean(0)
+    if len(several) > 1:
+        # Of the mean of R independent ones; of a ratio of means, by linearisation.
+        error = (total - norm * value) / norm.mean(0) if normalize else total
+        variance: Tensor | None = error.var(0) / len(several)
+        freedom = torch.full((len(known),), float(len(several) - 1))
+    elif log_inclusion is None:
+        rest = (values[0] - value[:, None]) / norm[0][:, None] if normalize else values[0]
+        variance, freedom = _variance(several[0], weights[0], rest)
+    else:
+        variance, freedom = None, torch.full((len(known),), math.inf)
+    scalar = all(v.ndim == 0 for table in known for v in table.values())
+    merged = [_merged(several, weights, b) for b in range(len(known))]
+    own = log_inclusion is None and several[0].log_inclusion is not None
+    source = "own path" if own else "given inclusion" if log_inclusion is not None else "weights"
+    return Estimate(
+        value=value[:, 0] if scalar else value,
+        variance=None if variance is None else (variance[:, 0] if scalar else variance),
+        freedom=freedom,
+        distinct=torch.tensor([len(m) for m in merged]),
+        effective_size=torch.tensor([_effective_size([w for w, _ in m.values()]) for m in merged]),
+        captured=torch.tensor([sum(math.exp(p) for _, p in m.values()) for m in merged]),
+        function=getattr(f, "name", getattr(f, "__name__", type(f).__name__)),
+        estimator=source + (", normalised" if normalize else ""),
+        repeats=len(several),
+        settings=several[0].settings,
+    )
+
+
+def _log_weight(beams: Beams, log_inclusion: Tensor | None) -> Tensor:
+    if log_inclusion is None:
+        if beams.log_weight is None:
+            raise ValueError(
+                f"the design {beams.design!r} has no inclusion probabilities, so its beams cannot "
+                "estimate an expectation; search with one that has, such as 'conditional-poisson'"
+            )
+        return beams.log_weight
+    if log_inclusion.shape != beams.log_prob.shape:
+        raise ValueError(
+            f"log_inclusion has the shape {list(log_inclusion.shape)}; "
+            f"it must be [B, K] = {list(beams.log_prob.shape)}"
+        )
+    missing = beams.present & ~log_inclusion.isfinite()
+    if bool(missing.any()):
+        b, i = missing.nonzero()[0].tolist()
+        raise ValueError(
+            f"log_inclusion is {float(log_inclusion[b, i])} for sequence {i} of source {b}: "
+            "a sequence without an inclusion probability cannot be weighted"
+        )
+    return torch.where(beams.present, beams.log_prob - log_inclusion, -math.inf)
+
+
+def _values(
+    f: Any,
+    beams: Beams,
+    known: list[dict[tuple[int, ...], Tensor]],
+    decode: Decode | None,
+) -> Tensor:
+    """[B, K, d] f of every sequence, zero in empty places; ``known`` is what f was for each."""
+    rows: list[list[Tensor]] = []
+    for b, table in enumerate(known):
+        tokens = [tuple(y) for y in beams.tokens(b)]
+        if hasattr(f, "of_beams"):
+            table.update(zip(tokens, f.of_beams(beams, b).to(torch.float64), strict=True))
+        else:
+            new = [y for y in dict.fromkeys(tokens) if y not in table]
+            table.update(zip(new, _called(f, new, b, decode), strict=True))
+        rows.append([_checked(table[y], y, b) for y in tokens])
+    sizes = {v.numel() for row in rows for v in row}
+    if len(sizes) > 1:
+        raise ValueError(f"f returned vectors of different lengths: {sorted(sizes)}")
+    out = beams.log_prob.new_zeros((*beams.log_prob.shape, *(sizes or {1})))
+    for b, row in enumerate(rows):
+        if row:
+            out[b, beams.present[b]] = torch.stack([v.reshape(-1) for v in row]).to(out)
+    return out
+
+
+def _called(
+    f: Any, sequences: list[tuple[int, ...]], source: int, decode: Decode | None
+) -> list[Tensor]:
+    tokens = [list(y) for y in sequences]
+    arguments: Sequence[Any] = tokens if decode is None else decode(tokens)
+    groups = [list(arguments)] if getattr(f, "batched", False) else arguments
+    if not len(arguments):
+        return []
+    results: list[Any] = []
+    for i, argument in enumerate(groups):
+        try:
+            results.append(f(argument))
+        except Exception as error:
+            which = "sequences" if groups is not arguments else f"sequence {tokens[i]}"
+            raise ValueError(
+                f"f failed on the {which} of source {source}: {type(error).__name__}: {error}"
+            ) from error
+    if groups is not arguments:
+        results = list(results[0])
+        if len(results) != len(arguments):
+            raise ValueError(
+                f"f is batched and returned {len(results)} values for {len(arguments)} sequences"
+            )
+    return [torch.as_tensor(r, dtype=torch.float64) for r in results]
+
+
+def _checked(value: Tensor, sequence: tuple[int, ...], source: int) -> Tensor:
+    if value.ndim > 1:
+        raise ValueError(
+            f"f returned the shape {list(value.shape)}; allowed are numbers and vectors"
+        )
+    if not bool(value.isfinite().all()):
+        raise ValueError(
+            f"f is {value.tolist()} on the sequence {list(sequence)} of source {source}; "
+            "it must be finite"
+        )
+    return value
+
+
+def _variance(beams: Beams, weight: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor]:
+    """[B, d] an estimate of the variance of Σ w f from one beam, if the design admits one.
+
+    And [B] its degrees of freedom, where it is a sample variance.
+    """
+    many = torch.full((len(weight),), math.inf)
+    terms = weight[..., None] * values
+    if beams.joint_log_inclusion is not None and beams.k > 1:
+        log_pair = beams.log_prob[:, :, None] + beams.log_prob[:, None, :]
+        both = beams.present[:, :, None] & beams.present[:, None, :]
+        ratio = torch.where(both, log_pair - beams.joint_log_inclusion, -math.inf).exp()
+        square = torch.einsum("bij,bid,bjd->bd", ratio, values, values)
+        variance = terms.sum(1).square() - square
+        # Where nothing was left out nothing is random, and the difference is rounding.
+        return torch.where(variance.abs() < 1e-12 * square.abs(), 0.0, variance), many
+    if beams.design == "gumbel-top-k" and beams.log_inclusion is not None:
+        left = -torch.expm1(beams.log_inclusion)
+        return (torch.where(beams.present, left, 0.0)[..., None] * terms.square()).sum(1), many
+    if beams.design == "independent" and beams.k > 1:
+        return values.var(1) / beams.k, torch.full_like(many, float(beams.k - 1))
+    if beams.design == "stratified" and beams.log_inclusion is not None:
+        light = (beams.present & (beams.log_inclusion < 0))[..., None].to(terms.dtype)
+        count = light.sum(1)
+        mean = (light * terms).sum(1) / count.clamp(min=1)
+        spread = (light * (terms - mean[:, None]).square()).sum(1)
+        spread = spread * count / (count - 1).clamp(min=1)
+        # A single light pick says nothing of how much it varies; none is not random.
+        freedom = torch.where(count == 0, math.inf, (count - 1).clamp(min=1))[:, 0]
+        return torch.where(count == 1, math.nan, spread), freedom.cpu()
+    return None, many
+
+
+def _merged(
+    several: Sequence[Beams], weights: Sequence[Tensor], source: int
+) -> dict[tuple[int, ...], tuple[float, float]]:
+    """Weight and log p of every different sequence of a source."""
+    merged: dict[tuple[int, ...], tuple[float, float]] = {}
+    for beams, weight in zip(several, weights, strict=True):
+        here = beams.present[source]
+        w = (weight[source][here] / len(several)).tolist()
+        log_p = beams.log_prob[source][here].tolist()
+        for y, wy, py in zip(beams.tokens(source), w, log_p, strict=True):
+            before = merged.get(tuple(y), (0.0, py))[0]
+            merged[tuple(y)] = (before + wy, py)
+    return merged
+
+
+def student_quantile(probability: float, freedom: float) -> float:
+    """The quantile of Student's t with this many degrees of freedom, a whole number or inf.
+
+    By bisection on the distribution function, which for whole numbers is a finite sum in
+    θ = arctan(t/√ν) (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    """
+    if freedom > 1000:
+        return NormalDist().inv_cdf(probability)
+    low, high = 0.0, math.pi / 2
+    for _ in range(60):
+        theta = (low + high) / 2
+        if (1 + _student_centre(theta, int(freedom))) / 2 < max(probability, 1 - probability):
+            low = theta
+        else:
+            high = theta
+    return math.copysign(math.sqrt(freedom) * math.tan(theta), probability - 0.5)
+
+
+def _student_centre(theta: float, freedom: int) -> float:
+    """P(|T| < √ν tan θ)."""
+    sine, cosine = math.sin(theta), math.cos(theta)
+    odd = freedom % 2
+    term, total = (cosine if odd else 1.0), 0.0
+    for j in range(1 + odd, freedom, 2):
+        total += term
+        term *= cosine * cosine * j / (j + 1)
+    return (2 / math.pi) * (theta + sine * total) if odd else sine * total
+
+
+def _effective_size(weights: Sequence[float]) -> float:
+    square = sum(w * w for w in weights)
+    return sum(weights) ** 2 / square if square > 0 else 0.0
+
+
+def _with_error(value: Tensor, error: Tensor | None) -> str:
+    """Value ± error, to two digits of the error; a list if there are several."""
+    if value.ndim:
+        errors = [None] * len(value) if error is None else list(error)
+        return "[" + ", ".join(map(_with_error, value, errors)) + "]"
+    if error is None or not bool(error.isfinite()):
+        return f"{float(value):.4g}"
+    e = float(error)
+    digits = 4 if e == 0 else max(0, 1 - math.floor(math.log10(e)))
+    return f"{float(value):.{digits}f} ± {e:.{digits}f}"

@@ -1,0 +1,32 @@
+"""Measures of texts: sentence BLEU, and the diversity of a set of sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any
+
+from cpsbs.extras import required
+
+
+@cache
+def _bleu() -> Any:
+    return required("sacrebleu", "metrics").metrics.BLEU(effective_order=True)
+
+
+def sentence_bleu(text: str, reference: str) -> float:
+    """BLEU of one sentence, between 0 and 1, as sacrebleu has it with its defaults."""
+    return float(_bleu().sentence_score(text, [reference]).score) / 100
+
+
+def diversity(sequences: Sequence[Sequence[Hashable]]) -> float:
+    """D = Σ_{n=1…4} different n-grams / n-grams in the sequences (eq:diversity).
+
+    The paper calls it the average fraction but defines the sum, which is what this is: between 0
+    and 4. Orders without any n-gram count 0.
+    """
+    total = 0.0
+    for n in range(1, 5):
+        grams = [tuple(y[i : i + n]) for y in sequences for i in range(len(y) - n + 1)]
+        total += len(set(grams)) / len(grams) if grams else 0.0
+    return total
