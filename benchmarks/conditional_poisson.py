@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -121,10 +122,15 @@ def table(rows: list[dict[str, object]]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
 
 
-def into_readme(text: str, results: dict[str, object]) -> str:
-    """The README with these results in place of the tables behind ``<!-- table: NAME -->``."""
+def into_readme(text: str, results: Mapping[str, object]) -> str:
+    """The README with these results in place of the tables behind ``<!-- table: NAME -->``.
+
+    Tables that the results know nothing of stay as they are.
+    """
 
     def replacement(found: re.Match[str]) -> str:
+        if found[1] not in results:
+            return found[0]
         rows = results[found[1]]
         assert isinstance(rows, list)
         return f"<!-- table: {found[1]} -->\n{table(rows)}\n"

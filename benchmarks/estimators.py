@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.conditional_poisson import into_readme, table
 from benchmarks.timing import machine
 from cpsbs import Beams, TransformersModel, estimate, search
 from cpsbs.functions import Bleu, Entropy
@@ -113,6 +114,17 @@ def better(baselines: Any) -> dict[str, Tensor]:
     return out
 
 
+def as_json(results: dict[str, Any]) -> str:
+    """A line for each row, numbers to five digits."""
+
+    def short(value: Any) -> Any:
+        return float(f"{value:.5g}") if isinstance(value, float) else value
+
+    rows = [json.dumps({name: short(v) for name, v in row.items()}) for row in results["rows"]]
+    rest = json.dumps({name: value for name, value in results.items() if name != "rows"}, indent=1)
+    return rest[:-2] + ',\n "rows": [\n' + ",\n".join(rows) + "\n]}\n"
+
+
 def cell(
     sentences: Sentences,
     truth: dict[str, Tensor],
@@ -163,6 +175,7 @@ def main() -> None:
     parser.add_argument(
         "--json", type=Path, required=True, help="read, and written after each cell"
     )
+    parser.add_argument("--pages", type=Path, nargs="*", default=[], help="with tables to fill in")
     parser.add_argument("--repeats", type=int, default=64)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.5, 1.0])
     parser.add_argument("--k", type=int, nargs="+", default=[2, 5, 10, 20])
@@ -189,35 +202,63 @@ def main() -> None:
                 truth = better(truths[str(temperature)])
                 results["rows"] += cell(sentences, truth, design, temperature, k, arguments.repeats)
                 partial_file = arguments.json.with_suffix(".partial")
-                partial_file.write_text(json.dumps(results, indent=1) + "\n")
+                partial_file.write_text(as_json(results))
                 partial_file.replace(arguments.json)
-    print(markdown(results))
+    for name, rows in tables(results).items():
+        print(f"\n{name}\n\n{table(rows)}")
+    for page in arguments.pages:
+        page.write_text(into_readme(page.read_text(), tables(results)))
 
 
-def markdown(results: dict[str, Any]) -> str:
-    """RMSE, a table for each function; columns are designs, n. for normalised."""
-    rows = results["rows"]
-    names = list(dict.fromkeys((r["design"], r["normalized"]) for r in rows))
-    lines = []
-    for f in dict.fromkeys(r["f"] for r in rows):
-        lines += [
-            f"\n**{f}**\n",
-            "| τ | K | " + " | ".join(d + (", n." if n else "") for d, n in names) + " |",
-            "|---:" * (2 + len(names)) + "|",
-        ]
-        cells = {
-            (r["temperature"], r["k"], r["design"], r["normalized"]): r["rmse"]
-            for r in rows
-            if r["f"] == f
-        }
-        for t, k in sorted({(key[0], key[1]) for key in cells}):
-            found = [cells.get((t, k, d, n)) for d, n in names]
-            best = min(x for x in found if x is not None)
-            shown = [
-                "" if x is None else f"**{x:.3g}**" if x <= best else f"{x:.3g}" for x in found
-            ]
-            lines.append(f"| {t} | {k} | " + " | ".join(shown) + " |")
-    return "\n".join(lines)
+COLUMNS = {
+    "CPSBS": ("conditional-poisson", False),
+    "CPSBS n.": ("conditional-poisson", True),
+    "calibrated": ("calibrated", False),
+    "calibrated n.": ("calibrated", True),
+    "stratified": ("stratified", False),
+    "SBS": ("gumbel-top-k", False),
+    "SBS n.": ("gumbel-top-k", True),
+    "Monte Carlo": ("independent", False),
+    "arithmetic": ("arithmetic", False),
+    "sum-and-sample": ("sum-and-sample", False),
+}
+"""What the columns of a table are called; n. is for normalised."""
+
+
+def tables(results: dict[str, Any]) -> dict[str, list[dict[str, object]]]:
+    """Rows by temperature and K: RMSE, bias and coverage for each function; and a summary."""
+    found = {
+        (r["f"], r["temperature"], r["k"], r["design"], r["normalized"]): r for r in results["rows"]
+    }
+    cells = list(dict.fromkeys(key[:3] for key in found))
+    out: dict[str, list[dict[str, object]]] = {}
+    for f, t, k in cells:
+        for what in ("rmse", "bias", "coverage"):
+            row: dict[str, object] = {"τ": t, "K": k}
+            for name, design in COLUMNS.items():
+                value = found.get((f, t, k, *design), {}).get(what)
+                if what != "coverage" or name not in ("arithmetic", "sum-and-sample"):
+                    row[name] = "" if value is None else value
+            out.setdefault(f"{what}_{f.replace(' ', '_')}", []).append(row)
+    out["summary"] = [
+        {"f": f.replace("_", " "), **{name: row[name] for name in SUMMARY}}
+        for f in ("BLEU", "entropy", "entropy_RB")
+        for row in out[f"rmse_{f}"]
+        if row["K"] in (5, 20) and row["τ"] in (0.1, 0.3, 1.0)
+    ]
+    return out
+
+
+SUMMARY = (
+    "τ",
+    "K",
+    "CPSBS n.",
+    "SBS n.",
+    "Monte Carlo",
+    "arithmetic",
+    "sum-and-sample",
+    "stratified",
+)
 
 
 if __name__ == "__main__":

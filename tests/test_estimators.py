@@ -231,6 +231,41 @@ def test_rao_blackwell_has_less_variance() -> None:
         assert float(better.var()) < float(plain.var())
 
 
+@pytest.mark.parametrize("temperature", [0.1, 0.3, 1.0])
+@pytest.mark.parametrize("k", [2, 5, 10])
+def test_the_table_in_small(temperature: float, k: int) -> None:
+    """Bias and RMSE of every estimator, as on the translation model, where the truth is known.
+
+    Designs without heavy tails are within 4.5 standard errors of the truth. ``stratified`` leads in
+    most cells, is nowhere more than 25% behind the best of these, and never behind independent
+    samples by more than the 3% that RMSEs of 1500 draws are known to. (The other designs miss rare
+    events of great weight at low temperature in as many draws as this.)
+    """
+    model, draws = TableModel.random(vocab_size=5, length=4, eos=0, seed=2), 1500
+    exact = search(model, 1000, "top-k", max_length=4, temperature=temperature)
+    log_p = exact.log_prob[exact.present]
+    truth = float(-(log_p.exp() * log_p).sum())
+    rmse = {}
+    for design in UNBIASED:
+        generator = torch.Generator().manual_seed(k)
+        beams = search(
+            copies(model, draws),
+            k,
+            design,
+            max_length=4,
+            temperature=temperature,
+            generator=generator,
+        )
+        value = estimate(beams, Entropy()).value
+        rmse[design] = float((value - truth).square().mean().sqrt())
+        if design in ("stratified", "independent", "arithmetic", "sum-and-sample"):
+            error = float(value.std()) / math.sqrt(draws)
+            assert abs(float(value.mean()) - truth) < 4.5 * error + 1e-9, design
+    best = min(rmse[design] for design in ("independent", "arithmetic", "sum-and-sample"))
+    assert rmse["stratified"] <= 1.25 * best, rmse
+    assert rmse["stratified"] <= 1.03 * rmse["independent"], rmse
+
+
 def test_normalised_estimates_divide_by_the_sum_of_the_weights() -> None:
     beams = many("conditional-poisson", 3, 50, joint=True)
     assert beams.log_weight is not None

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 from benchmarks.conditional_poisson import into_readme
+from benchmarks.estimators import tables
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -29,6 +30,12 @@ def test_the_tables_are_those_of_the_last_benchmark() -> None:
     results = json.loads((ROOT / "benchmarks/results/conditional_poisson.json").read_text())
     assert "<!-- table: topk -->\n|" in README
     assert into_readme(README, results) == README
+    estimators = tables(json.loads((ROOT / "benchmarks/results/estimators.json").read_text()))
+    page = (ROOT / "docs/estimation.md").read_text()
+    assert "<!-- table: summary -->\n|" in README
+    assert "<!-- table: rmse_BLEU -->\n|" in page
+    assert into_readme(README, estimators) == README
+    assert into_readme(page, estimators) == page
 
 
 def test_the_layout_names_what_exists() -> None:
