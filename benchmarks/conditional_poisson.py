@@ -11,15 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from benchmarks.timing import machine, medians
+from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
 from cpsbs import ConditionalPoisson
 from tests.oracles import textbook_log_normalizer
 
@@ -91,27 +89,15 @@ def growth(k: int, n: int, seconds: float) -> dict[str, object]:
 
 def memory(k: int, n: int) -> dict[str, object]:
     """Peak extra memory of one sample, in copies of its float32 input; in a fresh process."""
-    code = f"from benchmarks.conditional_poisson import peak; print(peak({k}, {n}))"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return {"k": k, "n": n, "copies": float(out.stdout)}
+    copies = in_fresh_process("benchmarks.conditional_poisson", f"peak({k}, {n})")
+    return {"k": k, "n": n, "copies": copies}
 
 
 def peak(k: int, n: int) -> float:
     """How far a sample raises the peak resident memory of this process, in copies of its input."""
     x = weights(n)
     sample_with_inclusion(x[:100_000], k)  # what is loaded on first use is not the sample's
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
-    before = _status("VmRSS")
-    sample_with_inclusion(x, k)
-    return (_status("VmHWM") - before) * 1024 / (4 * n)
-
-
-def _status(name: str) -> int:
-    """Kibibytes of this process, from Linux's books."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name):
-            return int(line.split()[1])
-    raise RuntimeError(f"/proc/self/status has no {name}")
+    return peak_bytes(lambda: sample_with_inclusion(x, k)) / (4 * n)
 
 
 def table(rows: list[dict[str, object]]) -> str:

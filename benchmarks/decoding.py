@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks.conditional_poisson import table
-from benchmarks.timing import machine, medians
-from cpsbs import DESIGNS, TransformersModel, search
+from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
+from cpsbs import DESIGNS, FunctionModel, TransformersModel, search
 from cpsbs.designs import Candidates, Design, Selection, design_named
 from cpsbs.randomness import Streams
 
@@ -109,6 +109,29 @@ def compare(model: Any, k: int, seconds: float) -> list[dict[str, object]]:
     return rows
 
 
+def memory(design: str, k: int, finished: bool) -> dict[str, object]:
+    """Peak extra memory of a step, in copies of the model's float32 scores [B, K·V]."""
+    call = f"peak({design!r}, {k}, {finished})"
+    copies = in_fresh_process("benchmarks.decoding", call)
+    return {"design": design, "k": k, "some finished": finished, "copies": copies}
+
+
+def peak(design: str, k: int, finished: bool, vocabulary: int = 128_000) -> float:
+    """The same of this process, for two steps of a model whose scores are there already.
+
+    With ``finished``, one hypothesis of each source ends at the first step.
+    """
+    scores = torch.randn((SOURCES * k, vocabulary), generator=torch.Generator().manual_seed(0))
+    scores[:, 0] = 50.0 if finished else -50.0
+
+    def two_steps(width: int) -> None:
+        model = FunctionModel(lambda x: scores[: len(x), :width], width, eos=0, sources=SOURCES)
+        search(model, k, design, max_length=2, generator=torch.Generator().manual_seed(0))
+
+    two_steps(1000)  # what is loaded on first use does not count
+    return peak_bytes(lambda: two_steps(vocabulary)) / (4 * scores.numel())
+
+
 def main() -> None:
     """Measure, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -116,11 +139,17 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     arguments = parser.parse_args()
     model = marian()
-    results: dict[str, object] = {"machine": machine()}
+    results: dict[str, Any] = {"machine": machine()}
     for k in (5, 20):
         rows = compare(model, k, 5.0 if arguments.quick else 60.0)
         print(f"\nK = {k}\n\n{table(rows)}")
         results[f"k{k}"] = rows
+    results["memory"] = [
+        memory(design, 20, finished)
+        for design in ("conditional-poisson", "stratified", "top-k")
+        for finished in (False, True)
+    ]
+    print(f"\nmemory\n\n{table(results['memory'])}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -1,11 +1,16 @@
-"""How we time: medians of calls that take turns, so that a ratio compares like with like."""
+"""How we measure: medians of calls that take turns, so that a ratio compares like with like; and
+peaks of memory.
+"""
 
 from __future__ import annotations
 
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -44,3 +49,26 @@ def machine() -> dict[str, str | int]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
+
+
+def in_fresh_process(module: str, call: str) -> float:
+    """The number that a call to a function of the module returns in a process of its own."""
+    code = f"from {module} import *; print({call})"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return float(out.stdout)
+
+
+def peak_bytes(function: Callable[[], object]) -> int:
+    """How far a call raises the peak of the resident memory of this process (Linux)."""
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
+    before = _status("VmRSS")
+    function()
+    return (_status("VmHWM") - before) * 1024
+
+
+def _status(name: str) -> int:
+    """Kibibytes of this process, from Linux's books."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(name):
+            return int(line.split()[1])
+    raise RuntimeError(f"/proc/self/status has no {name}")

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from scipy import stats
 
-from cpsbs import DESIGNS, Beams, TableModel, estimate, search, split_seed
+from cpsbs import DESIGNS, Beams, FunctionModel, TableModel, estimate, search, split_seed
 from cpsbs.designs import Calibrated, ConditionalPoissonDesign, Design
 from cpsbs.estimators import student_quantile
 from cpsbs.functions import Bleu, Entropy, KullbackLeibler, Length, Probability
@@ -266,6 +267,53 @@ def test_the_table_in_small(temperature: float, k: int) -> None:
     assert rmse["stratified"] <= 1.1 * rmse["independent"], rmse
 
 
+def test_equal_spacing_does_not_keep_step_with_f() -> None:
+    """Candidates of nearly equal weight, f alternating along them, in rank and in token order."""
+    weights = [0.0] + [1 - 0.001 * i for i in range(20)]
+    table: dict[Prefix, list[float]] = {(): [w / sum(weights) for w in weights]}
+    generator = torch.Generator().manual_seed(0)
+    beams = search(
+        TableModel([table] * 2000, 0), 10, "stratified", max_length=1, generator=generator
+    )
+    result = estimate(beams, lambda y: float(y[0] % 2))
+    assert result.variance is not None
+    assert float(result.value.var()) < 0.025  # of ten independent samples
+    assert float(result.variance.mean()) > float(result.value.var())
+
+
+def test_a_normalised_error_bar_is_given_only_where_it_is_known() -> None:
+    """Long sequences whose pairs say nothing: none, rather than one of next to nothing."""
+    logits = 2 * torch.randn(50, generator=torch.Generator().manual_seed(0)).double()
+    logits[0] = -99.0
+    model = FunctionModel(lambda x: logits.expand(len(x), -1), 50, eos=0, sources=20)
+    generator = torch.Generator().manual_seed(1)
+    beams = search(model, 10, "conditional-poisson", max_length=40, generator=generator, joint=True)
+    result = estimate(beams, lambda y: sum(t % 7 for t in y) / len(y), normalize=True)
+    assert result.standard_error is not None
+    known = result.standard_error.isfinite()
+    assert float(known.double().mean()) < 0.2
+
+
+def test_one_place_of_sbs_does_not_tell_its_error() -> None:
+    for normalize in (False, True):
+        assert estimate(many("gumbel-top-k", 1, 2), f, normalize=normalize).variance is None
+
+
+def test_weights_too_small_for_a_float_are_normalised_all_the_same() -> None:
+    beams = many("conditional-poisson", 3, 4, joint=True)
+    assert beams.log_weight is not None
+    assert beams.joint_log_inclusion is not None
+    tiny = replace(
+        beams,
+        log_weight=beams.log_weight - 800,
+        log_prob=beams.log_prob - 800,
+    )
+    expected, got = estimate(beams, f, normalize=True), estimate(tiny, f, normalize=True)
+    torch.testing.assert_close(got.value, expected.value)
+    torch.testing.assert_close(got.variance, expected.variance)
+    torch.testing.assert_close(got.effective_size, expected.effective_size)
+
+
 def test_normalised_estimates_divide_by_the_sum_of_the_weights() -> None:
     beams = many("conditional-poisson", 3, 50, joint=True)
     assert beams.log_weight is not None
@@ -288,7 +336,7 @@ def test_f_is_called_once_for_each_different_sequence() -> None:
         return f(y)
 
     beams = many("independent", 50, 1)
-    result = estimate([beams, beams], counted)
+    result = estimate([beams, many("independent", 50, 1, seed=1)], counted)
     assert len(seen) == len(set(seen)) == int(result.distinct[0])
 
 
@@ -416,12 +464,25 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         estimate(many("top-k", 3, 1), f)
     with pytest.raises(ValueError, match="entropy=True"):
         estimate(beams, Entropy(rao_blackwell=True))
-    with pytest.raises(ValueError, match="list of independent beams or search with joint=True"):
+    with pytest.raises(ValueError, match=r"list of independent beams .*search with joint=True"):
         estimate(beams, f).interval()
     with pytest.raises(ValueError, match="does not tell its error"):
         estimate(many("arithmetic", 3, 1), f).interval()
     with pytest.raises(ValueError, match="cannot be mixed"):
         estimate([beams, many("independent", 3, 1)], f)
+    with pytest.raises(ValueError, match=r"settings of temperature .* \[1.0, 0.5\]"):
+        estimate([beams, many("conditional-poisson", 3, 1, seed=1, temperature=0.5)], f)
+    with pytest.raises(ValueError, match="same seed"):
+        estimate([beams, beams], f)
+    with pytest.raises(ValueError, match="numbers or vectors"):
+        estimate(beams, lambda y: None)
+    with pytest.raises(ValueError, match="cannot be weighted"):
+        estimate(beams, f, log_inclusion=torch.full((1, 3), 0.5))
+    frozen = many(ConditionalPoissonDesign(anneal=0), 3, 1)
+    with pytest.raises(ValueError, match="no inclusion probabilities"):
+        estimate(frozen, f)
+    with pytest.raises(ValueError, match="one object"):
+        estimate(beams, KullbackLeibler(lambda: MODEL, own=lambda: MODEL))
     with pytest.raises(ValueError, match="not empty"):
         estimate([], f)
     with pytest.raises(ValueError, match=r"must be \[B, K\] = \[1, 3\]"):

@@ -111,6 +111,15 @@ def test_monte_carlo_inclusion() -> None:
         assert float(result.standard_error[0, i]) == pytest.approx(error, rel=0.2)
 
 
+def test_empty_places_do_not_hide_sequences() -> None:
+    model = TableModel.random(vocab_size=2, length=3, eos=0, seed=5)
+    beams = search(model, 5, max_length=3)
+    assert int(beams.present.sum()) == 4
+    result = monte_carlo_inclusion(lambda rows: TableModel(model._tables * len(rows), 0), beams, 10)
+    assert torch.equal(result.log_value[beams.present], torch.zeros(4).double())
+    assert bool(result.log_value[~beams.present].isnan().all())
+
+
 def test_the_variance_of_monte_carlo_inclusion() -> None:
     """Var of the mean of M indicators (eq:mc-var), and of its reciprocal by the delta rule."""
     y = max(PI, key=lambda y: PI[y])
@@ -159,6 +168,12 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="batch_size is 0"):
         monte_carlo_inclusion(models, beams, 1, batch_size=0)
     with pytest.raises(ValueError, match="is for conditional-poisson"):
-        hindsight_inclusion(models, beams, 1, Calibrated())  # type: ignore[arg-type]
+        hindsight_inclusion(models, beams, 1, Calibrated())
     annealed = ConditionalPoissonDesign(anneal=0.5)
-    assert hindsight_inclusion(models, beams, 2, annealed).log_value.isfinite().all()
+    with pytest.raises(ValueError, match=r"anneal=0.5\), but the beams were drawn by .*anneal=1.0"):
+        hindsight_inclusion(models, beams, 1, annealed)
+    cooler = search(MODEL, K, annealed, max_length=LENGTH)
+    assert hindsight_inclusion(models, cooler, 2, annealed).log_value.isfinite().all()
+    repeating = search(MODEL, K, "independent", max_length=LENGTH)
+    with pytest.raises(ValueError, match="may draw a sequence twice"):
+        monte_carlo_inclusion(models, repeating, 1, "independent")

@@ -313,3 +313,29 @@ def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -
     settings: dict[str, object] = {"k": 2, "max_length": 3, **arguments}
     with pytest.raises(ValueError, match=message):
         search(MODEL, **settings)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("design", ["conditional-poisson", "calibrated", "stratified"])
+def test_a_source_with_exactly_k_candidates_draws_the_same_alone(design: str) -> None:
+    """Where nothing is random no random numbers are used up, whoever else is in the batch."""
+    first = torch.tensor([[0.2, 0.3, 0.5, 0], [0.5, 0.5, 0, 0]]).double().log()
+    later = torch.tensor([0.1, 0.2, 0.3, 0.4]).double().log()
+
+    def model(sources: int) -> FunctionModel:
+        def scores(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+            return first[source] if x.shape[1] == 0 else later.expand(len(x), -1)
+
+        return FunctionModel(scores, 4, 0, sources=sources)
+
+    for seed in range(5):
+        alone = search(model(1), 3, design, max_length=4, generator=split_seed(seed, 1))
+        batch = search(model(2), 3, design, max_length=4, generator=split_seed(seed, 2))
+        assert alone.tokens(0) == batch.tokens(0)
+
+
+def test_pairs_are_left_out_where_a_design_has_none() -> None:
+    table: dict[Prefix, list[float]] = {y: [0.4, 0.3, 0.3] for y in ((1,), (1, 1), (1, 2))}
+    model = TableModel([{(): [1.0, 0, 0]}, {**table, (): [0.5, 0.5, 0]}], 0)
+    beams = search(model, 2, "stratified", max_length=3, joint=True)
+    assert beams.joint_log_inclusion is None
+    assert beams.lengths[0].tolist() == [1, 0]

@@ -3,10 +3,11 @@
     G = Σ_{y ∈ Y} w(y) f(y) ,      w(y) = p(y) / π(y)                                    (eq:ht)
 
 With π the product of inclusion probabilities along the path that the search took, G is *exactly
-unbiased* for E_p f: P(path) / Π_t π_t is the probability of the path given that y is kept, which
-sums to one over the paths, for every y. The paper, which takes M = 1 of ``eq:is-good`` and so the
-same number, presents it as a consistent estimator only. *Normalised* estimates divide by Σ w. They
-are biased, with less variance.
+unbiased* for E_p f: P(path) / Π_t π_t is the law of the search that is forced to keep y at every
+step (lem:decomposition), which sums to one over the paths, for every y. The paper, which takes
+M = 1 of ``eq:is-good`` and so the same number, presents it as a consistent estimator only.
+*Normalised* estimates divide by Σ w. They are biased; where the weights vary much, their error is
+much smaller.
 
 The expectation is under the distribution that was searched: processed, scaled by the temperature,
 cut off at ``max_length``, where a sequence that has not ended counts as an outcome.
@@ -18,15 +19,18 @@ cut off at ``max_length``, where a sequence that has not ended counts as an outc
   sequences can come together, so G² minus that is unbiased for Var G. It can come out negative;
   there is then no standard error. A calibrated step that has a single place for light candidates
   never takes two of them; for f ≥ 0 its variance is then overestimated.
-- stochastic beam search: given the threshold, the terms of G are uncorrelated, so that
-  Σ (w f)² (1 − q) is unbiased.
+- stochastic beam search, K ≥ 2: given the threshold, the terms of G are uncorrelated, so that
+  Σ (w f)² (1 − q) is unbiased. (With K = 1 the variance is infinite.)
 - independent samples: their variance over K.
-- stratified: as if the light picks were independent, which they are better than: on the safe side
-  where f varies between parents no less than within them.
+- stratified: as if the light picks were independent. They are usually better than that, because
+  they are spread over the parents, and the estimate is on the safe side; it can be too small where
+  f differs more between the children of a hypothesis than between hypotheses.
 
 Arithmetic sampling and sum-and-sample have one random number for the whole beam, and only repeated
-beams tell their error: pass a list of them. Normalised estimates take the same with f − G for f
-(linearisation).
+beams tell their error: pass a list of them. Normalised estimates take the same with f − G for f,
+over Σ w (linearisation). For the joint form that rests on Σ_{y,y'} p p'/π(y, y'), the square of
+Σ w in expectation: where it is less than half of it, the beam does not know its error, and none is
+given. How well all this covers is measured in docs/estimation.md.
 """
 
 from __future__ import annotations
@@ -82,8 +86,8 @@ class Estimate:
         if self.standard_error is None:
             raise ValueError(
                 f"one beam of {self.settings.get('design', 'this design')} does not tell its "
-                "error; estimate from a list of independent beams"
-                + (" or search with joint=True" if self.estimator.startswith("own path") else "")
+                "error; estimate from a list of independent beams (or, for conditional Poisson "
+                "designs with k > 1, search with joint=True)"
             )
         half = [student_quantile((1 + level) / 2, df) for df in self.freedom.tolist()]
         error = self.standard_error
@@ -140,16 +144,17 @@ def estimate(
     several = [beams] if isinstance(beams, Beams) else list(beams)
     if not several or not all(isinstance(b, Beams) for b in several):
         raise ValueError("beams must be Beams, or a list of some that is not empty")
-    if len({(b.design, b.k, len(b)) for b in several}) > 1:
-        raise ValueError("beams of different designs, sizes or numbers of sources cannot be mixed")
+    _check_same(several)
     if log_inclusion is not None and len(several) > 1:
         raise ValueError("log_inclusion belongs to one Beams, not to a list of them")
-    log_weights = [_log_weight(b, log_inclusion) for b in several]
+    log_weights = torch.stack([_log_weight(b, log_inclusion) for b in several])
     known: list[dict[tuple[int, ...], Tensor]] = [{} for _ in range(len(several[0]))]
-    values = [_values(f, b, known, decode) for b in several]
-    weights = [x.exp() for x in log_weights]
-    total = torch.stack([(w[..., None] * v).sum(1) for w, v in zip(weights, values, strict=True)])
-    norm = torch.stack([w.sum(-1) for w in weights])[..., None]
+    values = torch.stack([_values(f, b, known, decode) for b in several])
+    # [B] what the weights are relative to: the product of many probabilities can be very small.
+    unit = log_weights.amax((0, 2)).clamp(min=-1e300) if normalize else log_weights.new_zeros(1)
+    weights = (log_weights - unit[:, None]).exp()
+    total = (weights[..., None] * values).sum(2)
+    norm = weights.sum(-1, keepdim=True)
     value = total.mean(0) / norm.mean(0) if normalize else total.mean(0)
     if len(several) > 1:
         # Of the mean of R independent ones; of a ratio of means, by linearisation.
@@ -157,14 +162,14 @@ def estimate(
         variance: Tensor | None = error.var(0) / len(several)
         freedom = torch.full((len(known),), float(len(several) - 1))
     elif log_inclusion is None:
-        rest = (values[0] - value[:, None]) / norm[0][:, None] if normalize else values[0]
-        variance, freedom = _variance(several[0], weights[0], rest)
+        scale = norm[0] if normalize else None
+        rest = values[0] - value[:, None] if normalize else values[0]
+        variance, freedom = _variance(several[0], weights[0], rest, unit, scale)
     else:
         variance, freedom = None, torch.full((len(known),), math.inf)
     scalar = all(v.ndim == 0 for table in known for v in table.values())
-    merged = [_merged(several, weights, b) for b in range(len(known))]
-    own = log_inclusion is None and several[0].log_inclusion is not None
-    source = "own path" if own else "given inclusion" if log_inclusion is not None else "weights"
+    merged = [_merged(several, log_weights, b) for b in range(len(known))]
+    source = "unbiased weights" if log_inclusion is None else "given inclusion"
     return Estimate(
         value=value[:, 0] if scalar else value,
         variance=None if variance is None else (variance[:, 0] if scalar else variance),
@@ -177,6 +182,21 @@ def estimate(
         repeats=len(several),
         settings=several[0].settings,
     )
+
+
+def _check_same(several: Sequence[Beams]) -> None:
+    """Beams that are to be averaged must be independent and of one kind."""
+    if len({(b.design, b.k, len(b)) for b in several}) > 1:
+        raise ValueError("beams of different designs, sizes or numbers of sources cannot be mixed")
+    for name in ("design", "temperature", "nucleus", "max_length", "model"):
+        made = [b.settings.get(name) for b in several]
+        if any(value != made[0] for value in made):
+            raise ValueError(
+                f"beams made with different settings of {name} cannot be mixed: {made}"
+            )
+    seeds = [b.settings.get("seed") for b in several if b.settings.get("seed") is not None]
+    if len(set(seeds)) < len(seeds):
+        raise ValueError("two of the beams were drawn with the same seed: they are not independent")
 
 
 def _log_weight(beams: Beams, log_inclusion: Tensor | None) -> Tensor:
@@ -192,12 +212,13 @@ def _log_weight(beams: Beams, log_inclusion: Tensor | None) -> Tensor:
             f"log_inclusion has the shape {list(log_inclusion.shape)}; "
             f"it must be [B, K] = {list(beams.log_prob.shape)}"
         )
-    missing = beams.present & ~log_inclusion.isfinite()
+    missing = beams.present & ~(log_inclusion.isfinite() & (log_inclusion <= 1e-9))
     if bool(missing.any()):
         b, i = missing.nonzero()[0].tolist()
         raise ValueError(
             f"log_inclusion is {float(log_inclusion[b, i])} for sequence {i} of source {b}: "
-            "a sequence without an inclusion probability cannot be weighted"
+            "a sequence without an inclusion probability, finite and at most 0 as a logarithm, "
+            "cannot be weighted"
         )
     return torch.where(beams.present, beams.log_prob - log_inclusion, -math.inf)
 
@@ -251,7 +272,10 @@ def _called(
             raise ValueError(
                 f"f is batched and returned {len(results)} values for {len(arguments)} sequences"
             )
-    return [torch.as_tensor(r, dtype=torch.float64) for r in results]
+    try:
+        return [torch.as_tensor(r, dtype=torch.float64) for r in results]
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"f must return numbers or vectors of numbers: {error}") from error
 
 
 def _checked(value: Tensor, sequence: tuple[int, ...], source: int) -> Tensor:
@@ -267,24 +291,38 @@ def _checked(value: Tensor, sequence: tuple[int, ...], source: int) -> Tensor:
     return value
 
 
-def _variance(beams: Beams, weight: Tensor, values: Tensor) -> tuple[Tensor | None, Tensor]:
-    """[B, d] an estimate of the variance of Σ w f from one beam, if the design admits one.
+def _variance(
+    beams: Beams, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """[B, d] an estimate of the variance of Σ w f / scale from one beam, if the design admits one.
 
-    And [B] its degrees of freedom, where it is a sample variance.
+    And [B] its degrees of freedom, where it is a sample variance. ``weight`` is relative to
+    e^unit, unit [B] or [1]; ``scale`` [B, 1] is there for normalised estimates.
     """
     many = torch.full((len(weight),), math.inf)
     terms = weight[..., None] * values
+    if scale is not None:
+        terms = terms / scale[:, None]
     if beams.joint_log_inclusion is not None and beams.k > 1:
-        log_pair = beams.log_prob[:, :, None] + beams.log_prob[:, None, :]
+        log_pair = beams.log_prob[:, :, None] + beams.log_prob[:, None, :] - 2 * unit[:, None, None]
         both = beams.present[:, :, None] & beams.present[:, None, :]
         ratio = torch.where(both, log_pair - beams.joint_log_inclusion, -math.inf).exp()
+        if scale is not None:
+            ratio = ratio / scale[:, None].square()
         square = torch.einsum("bij,bid,bjd->bd", ratio, values, values)
         variance = terms.sum(1).square() - square
         # Where nothing was left out nothing is random, and the difference is rounding.
-        return torch.where(variance.abs() < 1e-12 * square.abs(), 0.0, variance), many
-    if beams.design == "gumbel-top-k" and beams.log_inclusion is not None:
+        magnitude = torch.einsum("bij,bid,bjd->bd", ratio, values.abs(), values.abs())
+        variance = torch.where(variance.abs() < 1e-12 * magnitude, 0.0, variance)
+        if scale is not None:
+            known = ratio.sum((1, 2)) >= 0.5
+            variance = torch.where(known[:, None], variance, math.nan)
+        return variance, many
+    if beams.design == "gumbel-top-k" and beams.log_inclusion is not None and beams.k > 1:
         left = -torch.expm1(beams.log_inclusion)
-        return (torch.where(beams.present, left, 0.0)[..., None] * terms.square()).sum(1), many
+        spread = (torch.where(beams.present, left, 0.0)[..., None] * terms.square()).sum(1)
+        # A ratio is fitted to the same K sequences that its error is taken from.
+        return spread if scale is None else spread * beams.k / (beams.k - 1), many
     if beams.design == "independent" and beams.k > 1:
         return values.var(1) / beams.k, torch.full_like(many, float(beams.k - 1))
     if beams.design == "stratified" and beams.log_inclusion is not None:
@@ -300,13 +338,14 @@ def _variance(beams: Beams, weight: Tensor, values: Tensor) -> tuple[Tensor | No
 
 
 def _merged(
-    several: Sequence[Beams], weights: Sequence[Tensor], source: int
+    several: Sequence[Beams], log_weights: Tensor, source: int
 ) -> dict[tuple[int, ...], tuple[float, float]]:
-    """Weight and log p of every different sequence of a source."""
+    """Relative weight and log p of every different sequence of a source."""
     merged: dict[tuple[int, ...], tuple[float, float]] = {}
-    for beams, weight in zip(several, weights, strict=True):
+    relative = (log_weights[:, source] - log_weights[:, source].amax().clamp(min=-1e300)).exp()
+    for beams, weight in zip(several, relative, strict=True):
         here = beams.present[source]
-        w = (weight[source][here] / len(several)).tolist()
+        w = weight[here].tolist()
         log_p = beams.log_prob[source][here].tolist()
         for y, wy, py in zip(beams.tokens(source), w, log_p, strict=True):
             before = merged.get(tuple(y), (0.0, py))[0]

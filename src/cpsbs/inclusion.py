@@ -75,12 +75,15 @@ def monte_carlo_inclusion(
         generator: for the random numbers.
         batch_size: how many searches to run at once.
     """
-    _check(runs, batch_size)
+    chosen = design_named(design)
+    _check(beams, chosen, runs, batch_size)
+    if not chosen.distinct:
+        raise ValueError(f"design is {chosen!r}, which may draw a sequence twice: it has no π")
     hits = torch.zeros_like(beams.log_prob)
-    places = [{tuple(y): i for i, y in enumerate(_placed(beams, b))} for b in range(len(beams))]
+    places = [dict(_places(beams, b)) for b in range(len(beams))]
     jobs = torch.arange(len(beams), device=hits.device).repeat_interleave(runs)
     for job in torch.split(jobs, batch_size):
-        drawn = _search(models(job), beams, design_named(design), generator)
+        drawn = _search(models(job), beams, chosen, generator)
         for row, b in enumerate(job.tolist()):
             for y in drawn.tokens(row):
                 place = places[b].get(tuple(y))
@@ -90,7 +93,7 @@ def monte_carlo_inclusion(
     never = beams.present & (hits == 0)
     return Inclusion(
         log_value=torch.where(hits > 0, pi.log(), math.nan),
-        standard_error=torch.where(beams.present, monte_carlo_variance(pi, runs).sqrt(), math.nan),
+        standard_error=torch.where(hits > 0, monte_carlo_variance(pi, runs).sqrt(), math.nan),
         runs=runs,
         method="Monte Carlo",
         never=never,
@@ -101,7 +104,7 @@ def hindsight_inclusion(
     models: Models,
     beams: Beams,
     runs: int,
-    design: ConditionalPoissonDesign | None = None,
+    design: str | Design = "conditional-poisson",
     *,
     generator: torch.Generator | None = None,
     batch_size: int = 64,
@@ -112,22 +115,22 @@ def hindsight_inclusion(
         models: makes the models.
         beams: of conditional Poisson sampling.
         runs: M, for each sequence.
-        design: the one that the beams were drawn by; by default the paper's.
+        design: the one that the beams were drawn by.
         generator: for the random numbers.
         batch_size: how many searches to run at once.
     """
-    _check(runs, batch_size)
-    design = design or ConditionalPoissonDesign()
-    if not isinstance(design, ConditionalPoissonDesign):
+    chosen = design_named(design)
+    if not isinstance(chosen, ConditionalPoissonDesign):
         raise ValueError(
-            f"design is {design!r}; hindsight importance sampling is for conditional-poisson"
+            f"design is {chosen!r}; hindsight importance sampling is for conditional-poisson"
         )
+    _check(beams, chosen, runs, batch_size)
     source, place = beams.present.nonzero(as_tuple=True)
     jobs = torch.arange(len(source), device=source.device).repeat_interleave(runs)
     products = []
     for job in torch.split(jobs, batch_size):
         b, i = source[job], place[job]
-        forced = Hindsight(design, beams.sequences[b, i], beams.lengths[b, i])
+        forced = Hindsight(chosen, beams.sequences[b, i], beams.lengths[b, i])
         drawn = _search(models(b), beams, forced, generator)
         assert drawn.log_inclusion is not None
         products.append(drawn.log_inclusion.amax(-1))
@@ -245,14 +248,16 @@ def _search(
     )
 
 
-def _placed(beams: Beams, source: int) -> Iterator[list[int]]:
-    """The tokens of every place, an empty list where there is no sequence."""
-    lengths = beams.lengths[source].tolist()
-    rows = zip(beams.sequences[source].tolist(), lengths, strict=True)
-    return (row[:length] for row, length in rows)
+def _places(beams: Beams, source: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The sequences of a source, each with its place in the beam."""
+    places = beams.present[source].nonzero()[:, 0].tolist()
+    return zip(map(tuple, beams.tokens(source)), places, strict=True)
 
 
-def _check(runs: int, batch_size: int) -> None:
+def _check(beams: Beams, design: Design, runs: int, batch_size: int) -> None:
+    made = beams.settings.get("design")
+    if made != repr(design):
+        raise ValueError(f"design is {design!r}, but the beams were drawn by {made}")
     if runs < 1:
         raise ValueError(f"runs is {runs}; it must be at least 1")
     if batch_size < 1:

@@ -16,7 +16,7 @@ def _bleu() -> Any:
 
 def sentence_bleu(text: str, reference: str) -> float:
     """BLEU of one sentence, between 0 and 1, as sacrebleu has it with its defaults."""
-    return float(_bleu().sentence_score(text, [reference]).score) / 100
+    return min(1.0, float(_bleu().sentence_score(text, [reference]).score) / 100)
 
 
 def diversity(sequences: Sequence[Sequence[Hashable]]) -> float:

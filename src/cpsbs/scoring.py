@@ -29,6 +29,8 @@ def divergence(
 
     ``own`` is the model that was searched, made anew; ``temperature`` is that of ``other``.
     """
+    if own is other:
+        raise ValueError("own and other are one object; a model holds the state of one search")
     total = torch.zeros_like(beams.log_prob)
     tau, nucleus = beams.settings["temperature"], beams.settings["nucleus"]
     mine = _steps(own, beams, tau, nucleus)
@@ -58,5 +60,5 @@ def _steps(
                 return
             scores = model.advance(parent, beams.sequences[..., t - 1][here])
             row = (here.flatten().cumsum(0) - 1).view(here.shape)
-        log_p = processed(scores, temperature, nucleus).log_softmax(-1).to(torch.float64)
-        yield here, beams.sequences[..., t][here], log_p[row[here]]
+        log_p = processed(scores, temperature, nucleus)[row[here]].to(torch.float64).log_softmax(-1)
+        yield here, beams.sequences[..., t][here], log_p

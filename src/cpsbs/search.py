@@ -95,7 +95,9 @@ def search(
         nucleus: keep, after each prefix, only the most probable tokens that make up this much of
             the mass (the paper uses 0.99); the rest is as if it had probability zero.
         generator: one, from which every source gets a stream of its own, by its number; or one for
-            each source. Either way a source's draw does not depend on what else is in the batch.
+            each source. Either way a source's draw does not depend on what else is in the batch
+            (but for conditional Poisson with so large a K and so flat a distribution that a source
+            of the batch makes more of all candidates be looked at one by one).
         joint: keep the joint inclusion probabilities along the path, for error bars.
         entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
         path: keep every step.
@@ -204,7 +206,9 @@ def _candidates(
             beam.log_inclusion,
         )
     everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
-    everything[going] = scores[row[going]]
+    # The rows of the open hypotheses are in their order, but for the roots, which may share one.
+    shared = row[going] if len(scores) != int(going.sum()) else slice(None)
+    everything.view(-1, scores.shape[-1])[going.flatten()] = scores[shared]
     everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
     total = torch.where(going, log_total[torch.where(going, row, 0)], 0.0)
     log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
@@ -229,8 +233,9 @@ def _log_sum_exp(scores: Tensor) -> Tensor:
     accurate to more digits, than its logsumexp.
     """
     parts = torch.split(scores, max(1, 2**19 // scores.shape[-1]))
-    most = torch.cat([part.softmax(-1).amax(-1) for part in parts])
-    return scores.amax(-1).to(torch.float64) - most.to(torch.float64).log()
+    p = torch.empty_like(parts[0])
+    most = [torch.softmax(part, -1, out=p[: len(part)]).amax(-1) for part in parts]
+    return scores.amax(-1).to(torch.float64) - torch.cat(most).to(torch.float64).log()
 
 
 def _truncated(scores: Tensor, mass: float) -> Tensor:
@@ -275,7 +280,7 @@ def _extended(
     return _Beam(
         source=beam.source,
         tokens=torch.cat([before, token[..., None]], dim=-1),
-        length=beam.length.gather(-1, parent) + (~was_finished & selection.present),
+        length=(beam.length.gather(-1, parent) + ~was_finished) * selection.present,
         log_prob=torch.where(selection.present, candidates.log_prob_of(selection.index), -math.inf),
         finished=(was_finished | ended) & selection.present,
         present=selection.present,
@@ -322,7 +327,7 @@ def _collected(
         return None if x is None else ranked(torch.where(present, x, -math.inf))
 
     pairs = None
-    if done[0].joint is not None:
+    if all(part.joint is not None for part in done):
         pairs = ranked(joined("joint"))
         pairs = pairs.gather(2, rank[:, None, :].expand_as(pairs))
     return Beams(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -46,6 +46,14 @@ class ConditionalPoissonDesign(Design):
         """Pick; a source with no more than K candidates keeps them all."""
         return keep_few(candidates, k, streams, joint, self._draw)
 
+    def log_weight(
+        self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """None without randomness: then most sequences have no chance, and no weight makes up."""
+        if self.anneal == 0:
+            return None, None
+        return super().log_weight(log_prob, log_inclusion, state)
+
     def candidate_weights(self, candidates: Candidates, k: int) -> Weights:
         """The weights of the candidates."""
         offset = candidates.log_prob - candidates.log_total
@@ -87,26 +95,22 @@ def keep_few(
     log_p = CandidateWeights(
         candidates.scores, candidates.log_prob - candidates.log_total, odds=False
     )
+    few = torch.ones(len(candidates.scores), dtype=torch.bool, device=log_p.device)
     if log_p.shape[1] > k:
         try:
             return draw_many(candidates, k, streams, joint)
-        except TooFewError:
-            pass  # in some of the sources; only the first steps of a search come here
-    values, index = log_p.largest(min(k + 1, log_p.shape[1]))
-    many = (values[:, k] > -math.inf) if values.shape[1] > k else values.new_zeros(len(values))
-    rows = many.nonzero()[:, 0]
+        except TooFewError as error:
+            few = error.rows  # only the first steps of a search come here
+    values, index = log_p.largest(min(k, log_p.shape[1]))
     kept = _everything(values, index, k, joint)
+    rows = (~few).nonzero()[:, 0]
     if len(rows) == 0:
         return kept
     return _with_rows(kept, rows, draw_many(candidates.of(rows), k, streams.select(rows), joint))
 
 
 def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection:
-    """The largest candidates [B, ≤ K + 1]: all of them, where there are no more than K.
-
-    Each is certain to be picked.
-    """
-    values, index = values[:, :k], index[:, :k]
+    """The largest candidates [B, ≤ K], each certain to be picked."""
     missing = (0, k - values.shape[1])
     present = pad(values > -math.inf, missing)
     certain = torch.zeros(present.shape, dtype=torch.float64, device=present.device)

@@ -7,9 +7,14 @@ places are the points s, s + 1, … that fall on it, with s uniform given that t
 candidate is picked with exactly its target, light picks all weigh 1/c, and the weights of the beam
 sum to one.
 
-With no heavy candidate and one place for each parent this is ancestral sampling; with little
-entropy it enumerates. The offsets s of the parents are spread over [0, 1) as evenly as can be, in
-random order: one for all of them would make all hypotheses lucky or unlucky together.
+On [0, μ_b) the probable candidates, those among the K largest, come first, and chunks of all others
+after them: both in random order, and the tokens of a chunk too, so that equally spaced points never
+keep step with f.
+
+With no heavy candidate and one place for each parent every hypothesis goes on as an ancestral
+sample; with little entropy it enumerates. The offsets s of the parents are spread over [0, 1) as
+evenly as can be, in random order: one for all of them would make all hypotheses lucky or unlucky
+together.
 """
 
 from __future__ import annotations
@@ -41,17 +46,19 @@ class Stratified(Design):
         sources, parents, tokens = candidates.scores.shape
         slot = torch.arange(k, device=targets.index.device)
         is_heavy = slot < targets.heavy[:, None]
+        row = torch.arange(sources, device=slot.device)
+        pieces = (1 + 2 * parents, k, targets.chunk_sums.shape[-1], targets.chunk)
+        uniform, *shuffles = streams.uniform(row, (sum(pieces),)).split(pieces, dim=-1)
+        of_largest, of_chunks, in_chunk = (x.argsort(-1) for x in shuffles)
 
         # What lies on [0, μ_b): the light ones among the K largest, then all others by chunks.
-        light = targets.scale[:, None] * targets.worth * ~is_heavy
-        owner = targets.index // tokens
-        own = owner[:, None, :] == torch.arange(parents, device=slot.device)[:, None]
+        light = (targets.scale[:, None] * targets.worth * ~is_heavy).gather(-1, of_largest)
+        known = targets.index.gather(-1, of_largest)
+        own = (known // tokens)[:, None, :] == torch.arange(parents, device=slot.device)[:, None]
         largest = torch.where(own, light[:, None, :], 0.0).cumsum(-1)
-        chunks = (targets.scale[:, None, None] * targets.chunk_sums).cumsum(-1)
+        sums = targets.scale[:, None, None] * targets.chunk_sums
+        chunks = sums.gather(-1, of_chunks[:, None].expand_as(sums)).cumsum(-1)
         size = largest[..., -1] + chunks[..., -1]
-
-        row = torch.arange(sources, device=slot.device)
-        uniform = streams.uniform(row, (1 + 2 * parents,))
         number = slot - targets.heavy[:, None]  # of a light place
         end = size.cumsum(-1)
         total = end[:, -1:].clamp(min=2.0**-1000)
@@ -66,12 +73,13 @@ class Stratified(Design):
         mu = size.gather(-1, parent)
         at = (start.gather(-1, parent) + before).minimum(mu * BELOW_ONE)
 
-        among = _rows(largest, parent)
+        among, end = _rows(largest, parent), _rows(chunks, parent)
         found = torch.searchsorted(among, at[..., None], right=True)[..., 0].clamp_(max=k - 1)
+        beyond = at - among[..., -1]
         index = torch.where(
-            at < among[..., -1],
-            targets.index.gather(-1, found),
-            _in_chunks(candidates, targets, _rows(chunks, parent), parent, at - among[..., -1]),
+            beyond < 0,
+            known.gather(-1, found),
+            _in_chunks(candidates, targets, end, of_chunks, in_chunk, parent, beyond),
         )
         index = torch.where(is_heavy, targets.index, index)
         index, order = index.sort(dim=-1)
@@ -103,17 +111,25 @@ def _rows(table: Tensor, parent: Tensor) -> Tensor:
 
 
 def _in_chunks(
-    candidates: Candidates, targets: Targets, end: Tensor, parent: Tensor, at: Tensor
+    candidates: Candidates,
+    targets: Targets,
+    end: Tensor,
+    of_chunks: Tensor,
+    in_chunk: Tensor,
+    parent: Tensor,
+    at: Tensor,
 ) -> Tensor:
     """[R, K] the candidate of the parent [R, K] at this place [R, K] behind the K largest.
 
-    ``end`` [R, K, C] are the ends of the parent's chunks.
+    ``end`` [R, K, C] are the ends of the parent's chunks, in the order of ``of_chunks`` [R, C];
+    ``in_chunk`` [R, m] is the order of the tokens in a chunk.
     """
     tokens = candidates.scores.shape[-1]
     chunk = torch.searchsorted(end, at[..., None] * BELOW_ONE, right=True)
     chunk = chunk.clamp_(max=end.shape[-1] - 1)
     begin = torch.where(chunk > 0, end.gather(-1, (chunk - 1).clamp(min=0)), 0.0)[..., 0]
-    token = chunk * targets.chunk + torch.arange(targets.chunk, device=chunk.device)
+    chunk = of_chunks.gather(-1, chunk[..., 0])[..., None]
+    token = chunk * targets.chunk + in_chunk[:, None, :]
     index = parent[..., None] * tokens + token.clamp(max=tokens - 1)
     known = targets.index.sort(dim=-1).values
     place = torch.searchsorted(known, index.flatten(1)).clamp_(max=known.shape[-1] - 1)

@@ -1,13 +1,15 @@
 """Inclusion probabilities to aim at: in proportion to what a candidate is worth now, at most one.
 
 A hypothesis that survived with probability Π π counts u = p / Π π in the estimate. A step is to
-keep K candidates. Of all ways to do so without bias the sum of the squared weights is smallest if
+keep K candidates. Of all ways to do so without bias the expected sum of the squared weights is
+smallest if
 
     π_n = min(1, c u_n) ,      Σ_n π_n = K                          (Fearnhead and Clifford, 2003)
 
 *heavy* candidates, u ≥ 1/c, are certain and keep their weight, and every *light* one that is picked
-weighs 1/c. Splitting a hypothesis into its extensions never makes Σ min(1, c u) smaller, so c never
-grows from step to step, and a sequence of T steps is in the beam with probability min(1, c_T p).
+weighs 1/c. Splitting a hypothesis into its extensions never makes Σ min(1, c u) smaller. So, in a
+design that meets the targets exactly, c never grows from step to step, and a sequence of T steps is
+in the beam with probability min(1, c_T p).
 """
 
 from __future__ import annotations
@@ -67,8 +69,6 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
     offset = torch.where(candidates.log_prob == -math.inf, -math.inf, offset)
     values, index = largest_by_chunks(scores, offset, k)
     reference = values[:, -1]
-    if bool((reference == -math.inf).any()):
-        raise TooFewError(f"a source has fewer than k = {k} candidates")
     chunk = chunk_length(parents * tokens, k)
     # The K largest are left out, each in the row of its parent.
     parent = torch.arange(parents, device=scores.device)
@@ -82,8 +82,11 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
         chunk,
     ).view(sources, parents, -1)
     worth = (values - reference[:, None]).clamp_(max=700.0).exp_()
+    rest = chunk_sums.sum((1, 2))
+    if not bool((rest > 0).all()):
+        raise TooFewError(f"a source has no more than k = {k} candidates", ~(rest > 0))
     # left[:, h] is worth all but the h largest.
-    left = worth.flip(-1).cumsum(-1).flip(-1) + chunk_sums.sum((1, 2))[:, None]
+    left = worth.flip(-1).cumsum(-1).flip(-1) + rest[:, None]
     count = torch.arange(k, 0, -1, dtype=worth.dtype, device=worth.device)
     light = worth * count < left
     heavy = light.long().cumsum(-1).eq(0).sum(-1)

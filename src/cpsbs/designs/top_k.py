@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.polynomials.weights import CandidateWeights
 from cpsbs.randomness import Streams
 
 
@@ -21,8 +22,12 @@ class TopK(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The K candidates with the largest probability."""
-        values, index = largest(candidates.log_joint(), k)
-        return Selection(index, values > -math.inf)
+        offset = candidates.log_prob - candidates.log_total
+        log_p = CandidateWeights(candidates.scores, offset, odds=False)
+        here = min(k, log_p.shape[1])
+        values, index = log_p.largest(here)
+        missing = (0, k - here)
+        return Selection(pad(index, missing), pad(values > -math.inf, missing))
 
 
 def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -47,6 +47,12 @@ def _flip_head(
     coins = p.shape[-1]
     chosen = torch.empty((len(row), coins), dtype=torch.bool, device=device)
     pending = torch.arange(len(row), device=device)
+    if not population.plain:
+        # Where only one subset is possible, no random number is used up.
+        always = torch.where((population.forced == k)[:, None], math.inf, -math.inf)
+        certain = (population.head == math.inf) | (population.head > always)
+        chosen = certain[row]
+        pending = (~population.determined[row]).nonzero()[:, 0]
     budget = 1 + block_size(device) // (1 + coins)
     enough = 8 * math.ceil(math.sqrt(variance_bound(k, coins)))
     while len(pending) > 0:

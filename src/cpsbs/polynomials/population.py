@@ -43,7 +43,11 @@ probability about exp(−spread / 2), so a draw takes at most some e² attempts 
 
 
 class TooFewError(ValueError):
-    """A row has fewer than K items of positive weight."""
+    """Some rows have fewer than K items of positive weight; ``rows`` [R] says which."""
+
+    def __init__(self, message: str, rows: Tensor) -> None:
+        super().__init__(message)
+        self.rows = rows
 
 
 @dataclass(frozen=True)
@@ -238,7 +242,8 @@ def _check(ranked: Tensor, k: int, name: str) -> bool:
     if int(positive.min()) < k:
         raise TooFewError(
             f"{name} is above -inf in only {int(positive.min())} places of row "
-            f"{int(positive.argmin())}; k = {k} needs at least {k}"
+            f"{int(positive.argmin())}; k = {k} needs at least {k}",
+            positive < k,
         )
     return False
 
