@@ -22,7 +22,8 @@ from torch import Tensor
 
 from cpsbs.beams import Beams
 from cpsbs.designs import Candidates, ConditionalPoissonDesign, Design, Selection, design_named
-from cpsbs.designs.poisson import draw_poisson, keep_few
+from cpsbs.designs.drawing import DrawingDesign
+from cpsbs.designs.poisson import draw_poisson
 from cpsbs.models.base import SequenceModel
 from cpsbs.polynomials.inclusion import log_inclusion_at
 from cpsbs.polynomials.population import split
@@ -144,7 +145,7 @@ def hindsight_inclusion(
     return Inclusion(log_value, error, runs, "hindsight importance sampling", never)
 
 
-class Hindsight(Design):
+class Hindsight(DrawingDesign):
     """Conditional Poisson sampling given that the prefix of a sequence is in: the paper's Q̃.
 
     A row of the search is forced through one sequence; ``log_inclusion`` of the result is
@@ -172,7 +173,7 @@ class Hindsight(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The prefix of the sequence, and K − 1 others."""
-        selection = keep_few(candidates, k, streams, joint, self._draw)
+        selection = super().select(candidates, k, streams, joint)
         state = candidates.state
         on = (selection.index == self._forced(candidates)) & selection.present
         places = selection.index.shape
@@ -203,7 +204,8 @@ class Hindsight(Design):
         token = torch.where(ended, 0, self._sequences[row, step.clamp(max=last)])
         return (parent * candidates.scores.shape[-1] + token)[:, None]
 
-    def _draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+    def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        """From Q̃; ``log_inclusion`` is that of the prefix under Q, in every place."""
         weights = self.design.candidate_weights(candidates, k)
         forced = self._forced(candidates)
         row = torch.arange(len(forced), device=forced.device)[:, None]

@@ -10,25 +10,21 @@ reported are those of the weights, exactly.
 
 from __future__ import annotations
 
-from cpsbs.designs.base import Candidates, Design, Selection
-from cpsbs.designs.poisson import draw_poisson, keep_few
+from cpsbs.designs.base import Candidates, Selection
+from cpsbs.designs.drawing import DrawingDesign
+from cpsbs.designs.poisson import draw_poisson
 from cpsbs.designs.targets import find_targets
 from cpsbs.polynomials.weights import CandidateWeights
 from cpsbs.randomness import Streams
 
 
-class Calibrated(Design):
+class Calibrated(DrawingDesign):
     """Conditional Poisson with the odds of min(1, c·u) as weights."""
 
     name = "calibrated"
 
-    def select(
-        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
-    ) -> Selection:
-        """Pick; a source with no more than K candidates keeps them all."""
-        return keep_few(candidates, k, streams, joint, self._draw)
-
-    def _draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+    def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        """A conditional Poisson sample with the odds of the targets as weights."""
         targets = find_targets(candidates, k)
         offset = targets.offset + targets.log_scale[:, None]
         return draw_poisson(CandidateWeights(candidates.scores, offset, True), k, streams, joint)

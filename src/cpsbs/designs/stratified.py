@@ -22,26 +22,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpsbs.designs.base import Candidates, Design, Selection
-from cpsbs.designs.poisson import keep_few
+from cpsbs.designs.base import Candidates, Selection
+from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
 from cpsbs.randomness import Streams
 
 BELOW_ONE = 1 - 2.0**-52
 
 
-class Stratified(Design):
+class Stratified(DrawingDesign):
     """Every parent gets the children that it is worth."""
 
     name = "stratified"
 
-    def select(
-        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
-    ) -> Selection:
-        """Pick; a source with no more than K candidates keeps them all."""
-        return keep_few(candidates, k, streams, joint, self._draw)
-
-    def _draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+    def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        """Heavy candidates, and light ones by parents."""
         targets = find_targets(candidates, k)
         sources, parents, tokens = candidates.scores.shape
         slot = torch.arange(k, device=targets.index.device)
