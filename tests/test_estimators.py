@@ -278,7 +278,19 @@ def test_equal_spacing_does_not_keep_step_with_f() -> None:
     result = estimate(beams, lambda y: float(y[0] % 2))
     assert result.variance is not None
     assert float(result.value.var()) < 0.025  # of ten independent samples
-    assert float(result.variance.mean()) > float(result.value.var())
+    assert float(result.variance.nanmean()) > float(result.value.var())
+
+
+def test_samples_that_agree_do_not_tell_their_error() -> None:
+    """Not zero: unknown, and the line says so."""
+    beams = many("independent", 2, 300, temperature=0.1)
+    result = estimate(beams, f)
+    assert result.standard_error is not None
+    same = torch.tensor([len(set(map(tuple, beams.tokens(b)))) == 1 for b in range(300)])
+    assert bool(same.any())
+    assert bool(result.standard_error[same].isnan().all())
+    assert "error not known" in str(estimate(beams[int(same.nonzero()[0, 0])], f))
+    assert "search with joint=True" in str(estimate(many("conditional-poisson", 3, 1), f))
 
 
 def test_a_normalised_error_bar_is_given_only_where_it_is_known() -> None:
@@ -359,6 +371,24 @@ def test_vectors_texts_and_batches() -> None:
         decode=lambda ys: ["".join(map(str, y)) for y in ys],
     )
     torch.testing.assert_close(texts.value, scalar.value)
+
+
+def test_a_function_for_each_source_and_a_decoder_for_all() -> None:
+    beams = many("stratified", 4, 2)
+    both = estimate(beams, [f, len], name="mine")
+    torch.testing.assert_close(both.value[0], estimate(beams, f).value[0])
+    torch.testing.assert_close(both.value[1], estimate(beams, len).value[1])
+    assert str(both).startswith("E[mine][0]")
+    assert repr(both) == str(both)
+
+    def words(ys: Sequence[Sequence[int]]) -> list[str]:
+        return ["".join("abc"[t] for t in y) for y in ys]
+
+    one = estimate(beams, Probability(lambda text: "b" in text), decode=words)
+    other = estimate(beams, Probability(lambda text: "b" in text, decode=words))
+    assert torch.equal(one.value, other.value)
+    assert 0 < float(one.value[0]) < 1
+    assert repr(beams) == "Beams(stratified, sources=2, k=4, length=3)"
 
 
 def test_ready_made_functions() -> None:
@@ -464,7 +494,7 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         estimate(many("top-k", 3, 1), f)
     with pytest.raises(ValueError, match="entropy=True"):
         estimate(beams, Entropy(rao_blackwell=True))
-    with pytest.raises(ValueError, match=r"list of independent beams .*search with joint=True"):
+    with pytest.raises(ValueError, match="list of independent beams, or search with joint=True"):
         estimate(beams, f).interval()
     with pytest.raises(ValueError, match="does not tell its error"):
         estimate(many("arithmetic", 3, 1), f).interval()
@@ -474,13 +504,27 @@ def test_what_cannot_be_estimated_is_refused() -> None:
         estimate([beams, many("conditional-poisson", 3, 1, seed=1, temperature=0.5)], f)
     with pytest.raises(ValueError, match="same seed"):
         estimate([beams, beams], f)
-    with pytest.raises(ValueError, match="numbers or vectors"):
-        estimate(beams, lambda y: None)
+    with pytest.raises(ValueError, match="it returned 'good'"):
+        estimate(beams, lambda y: "good")
+    with pytest.raises(ValueError, match="for texts, pass decode"):
+        estimate(beams, lambda y: y.split())
     with pytest.raises(ValueError, match="cannot be weighted"):
         estimate(beams, f, log_inclusion=torch.full((1, 3), 0.5))
     frozen = many(ConditionalPoissonDesign(anneal=0), 3, 1)
     with pytest.raises(ValueError, match="no inclusion probabilities"):
         estimate(frozen, f)
+    with pytest.raises(ValueError, match=r"class Entropy; give an object of it"):
+        estimate(beams, Entropy)
+    with pytest.raises(ValueError, match="list of 2 functions for 1 sources"):
+        estimate(beams, [f, f])
+    with pytest.raises(ValueError, match="texts need decode"):
+        estimate(beams, Bleu(["a"]))
+    with pytest.raises(ValueError, match="one text for each source"):
+        Bleu([["a", "b"]])  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="other is a model; it must be a function"):
+        KullbackLeibler(MODEL)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be Beams"):
+        estimate(f, beams)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="one object"):
         estimate(beams, KullbackLeibler(lambda: MODEL, own=lambda: MODEL))
     with pytest.raises(ValueError, match="not empty"):

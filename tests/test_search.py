@@ -339,3 +339,12 @@ def test_pairs_are_left_out_where_a_design_has_none() -> None:
     beams = search(model, 2, "stratified", max_length=3, joint=True)
     assert beams.joint_log_inclusion is None
     assert beams.lengths[0].tolist() == [1, 0]
+
+
+def test_a_seed_is_a_generator() -> None:
+    by_seed = search(MODEL, 3, max_length=3, generator=5)
+    assert torch.equal(
+        by_seed.sequences, search(MODEL, 3, max_length=3, generator=generator(5)).sequences
+    )
+    with pytest.raises(ValueError, match=r"TransformersModel\(model, \*\*inputs\)"):
+        search(object(), 3, max_length=3)  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ class Step:
     """[b, K] of this step alone, given the beam before."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Beams:
     """K sequences for each of B sources, the most probable first.
 
@@ -69,6 +69,10 @@ class Beams:
     def __len__(self) -> int:
         return len(self.sequences)
 
+    def __repr__(self) -> str:
+        made = self.settings.get("design", self.design)
+        return f"Beams({made}, sources={len(self)}, k={self.k}, length={self.sequences.shape[-1]})"
+
     def __iter__(self) -> Iterator[Beams]:
         return (self[b] for b in range(len(self)))
 
@@ -99,7 +103,11 @@ class Beams:
         return [row[:length] for row, length, present in rows if present]
 
     def decode(self, to_text: Callable[[Sequence[Sequence[int]]], list[str]]) -> list[list[str]]:
-        """The texts of every source; ``to_text`` is, say, a tokenizer's ``batch_decode``."""
+        """The texts of every source; ``to_text`` is, say, a tokenizer's ``batch_decode``.
+
+        Sequences have the token that ends them; to drop it, use
+        ``partial(tokenizer.batch_decode, skip_special_tokens=True)``.
+        """
         return [to_text(self.tokens(b)) for b in range(len(self))]
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,7 +122,8 @@ class Beams:
             if self.joint_log_inclusion is not None:
                 entry["joint_log_inclusion"] = self.joint_log_inclusion[b][here][:, here].tolist()
             sources.append(entry)
-        return {"design": self.design, "k": self.k, "sources": sources}
+        settings = dict(self.settings)
+        return {"design": self.design, "k": self.k, "settings": settings, "sources": sources}
 
     def to_json(self) -> str:
         """The same as JSON; infinities, which JSON does not know, become null."""

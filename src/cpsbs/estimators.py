@@ -46,10 +46,14 @@ from torch import Tensor
 
 from cpsbs.beams import Beams
 
+ROUNDING = 1e-20
+"""Variances below this, relative to the square of the value, are the rounding of numbers that
+agree."""
+
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Estimate:
     """An estimated expectation for each of B sources; print it to get a line for each."""
 
@@ -65,6 +69,8 @@ class Estimate:
     """[B] (Σ w)² / Σ w² over these sequences."""
     captured: Tensor
     """[B] Σ p(y) over these sequences."""
+    sum_of_weights: Tensor
+    """[B] Σ w, before normalisation: 1 in expectation, and a warning where it is far from it."""
     function: str
     """What was estimated."""
     estimator: str
@@ -86,22 +92,32 @@ class Estimate:
         if self.standard_error is None:
             raise ValueError(
                 f"one beam of {self.settings.get('design', 'this design')} does not tell its "
-                "error; estimate from a list of independent beams (or, for conditional Poisson "
-                "designs with k > 1, search with joint=True)"
+                f"error; estimate from a list of independent beams{self._hint(', or ')}"
             )
         half = [student_quantile((1 + level) / 2, df) for df in self.freedom.tolist()]
         error = self.standard_error
         wide = error.new_tensor(half).view(-1, *[1] * (error.ndim - 1)) * error
         return self.value - wide, self.value + wide
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return "\n".join(self._line(b) for b in range(len(self.value)))
+
+    def _hint(self, before: str) -> str:
+        """What would give an error bar from one beam of this design."""
+        design = str(self.settings.get("design", ""))
+        needs = design.startswith(("conditional-poisson", "calibrated"))
+        needs = needs and self.repeats == 1 and not self.estimator.startswith("given")
+        return f"{before}search with joint=True (and k > 1)" if needs else ""
 
     def _line(self, b: int) -> str:
         numbers = _with_error(
             self.value[b], None if self.standard_error is None else self.standard_error[b]
         )
         made = dict(self.settings)
+        known = self.standard_error is not None and bool(self.standard_error[b].isfinite().all())
         how = [
             str(made.pop("design", "?")),
             f"K={made.pop('k', '?')}",
@@ -110,6 +126,8 @@ class Estimate:
             f"{int(self.distinct[b])} distinct",
             f"ESS {float(self.effective_size[b]):.1f}",
             f"Σp {float(self.captured[b]):.3g}",
+            f"Σw {float(self.sum_of_weights[b]):.3g}",
+            *([] if known else ["error not known" + self._hint("; ")]),
             *(f"{name} {value}" for name, value in made.items() if value is not None),
         ]
         where = f"[{b}]" if len(self.value) > 1 else ""
@@ -121,8 +139,9 @@ def estimate(
     f: Any,
     *,
     normalize: bool = False,
-    log_inclusion: Tensor | None = None,
+    log_inclusion: Any = None,
     decode: Decode | None = None,
+    name: str | None = None,
 ) -> Estimate:
     """Estimate E_p f(y) for every source.
 
@@ -132,19 +151,29 @@ def estimate(
         f: a function of a sequence, given as a list of tokens, or, with ``decode``, as a text; it
             returns a number or a vector. Called once for each different sequence of a source. If
             it has an attribute ``batched`` that is true, it gets a list of sequences and returns a
-            number or vector for each. Or a function of ``cpsbs.functions``.
+            number or vector for each. Or a list with such a function for each source; or a function
+            of ``cpsbs.functions``, or of the same form.
         normalize: divide by the sum of the weights.
-        log_inclusion: [B, K] log π(y) to use instead of what the beams have, such as an estimate
-            from ``cpsbs.inclusion``.
-        decode: from lists of tokens to texts, such as a tokenizer's ``batch_decode``.
+        log_inclusion: [B, K] log π(y) to use instead of what the beams have, or an ``Inclusion``.
+            There is no error bar then: it would have to tell the error of π too.
+        decode: from lists of tokens to texts, such as
+            ``partial(tokenizer.batch_decode, skip_special_tokens=True)``.
+        name: what to call f in print.
 
     Raises:
         ValueError: if f fails, naming the sequence; or if the beams have no weights.
     """
-    several = [beams] if isinstance(beams, Beams) else list(beams)
+    several: list[Beams] = [beams] if isinstance(beams, Beams) else []
+    if isinstance(beams, list | tuple):
+        several = list(beams)
     if not several or not all(isinstance(b, Beams) for b in several):
         raise ValueError("beams must be Beams, or a list of some that is not empty")
     _check_same(several)
+    if isinstance(f, type):
+        raise ValueError(f"f is the class {f.__name__}; give an object of it, {f.__name__}(...)")
+    if isinstance(f, list | tuple) and len(f) != len(several[0]):
+        raise ValueError(f"f is a list of {len(f)} functions for {len(several[0])} sources")
+    log_inclusion = getattr(log_inclusion, "log_value", log_inclusion)
     if log_inclusion is not None and len(several) > 1:
         raise ValueError("log_inclusion belongs to one Beams, not to a list of them")
     log_weights = torch.stack([_log_weight(b, log_inclusion) for b in several])
@@ -169,6 +198,7 @@ def estimate(
         variance, freedom = None, torch.full((len(known),), math.inf)
     scalar = all(v.ndim == 0 for table in known for v in table.values())
     merged = [_merged(several, log_weights, b) for b in range(len(known))]
+    seeds = [b.settings.get("seed") for b in several]
     source = "unbiased weights" if log_inclusion is None else "given inclusion"
     return Estimate(
         value=value[:, 0] if scalar else value,
@@ -177,10 +207,11 @@ def estimate(
         distinct=torch.tensor([len(m) for m in merged]),
         effective_size=torch.tensor([_effective_size([w for w, _ in m.values()]) for m in merged]),
         captured=torch.tensor([sum(math.exp(p) for _, p in m.values()) for m in merged]),
-        function=getattr(f, "name", getattr(f, "__name__", type(f).__name__)),
+        sum_of_weights=log_weights.exp().sum(-1).mean(0).cpu(),
+        function=name or str(getattr(f, "name", getattr(f, "__name__", type(f).__name__))),
         estimator=source + (", normalised" if normalize else ""),
         repeats=len(several),
-        settings=several[0].settings,
+        settings={**several[0].settings, **({"seed": seeds} if len(several) > 1 else {})},
     )
 
 
@@ -204,7 +235,7 @@ def _log_weight(beams: Beams, log_inclusion: Tensor | None) -> Tensor:
         if beams.log_weight is None:
             raise ValueError(
                 f"the design {beams.design!r} has no inclusion probabilities, so its beams cannot "
-                "estimate an expectation; search with one that has, such as 'conditional-poisson'"
+                "estimate an expectation; search with one that has, such as 'stratified'"
             )
         return beams.log_weight
     if log_inclusion.shape != beams.log_prob.shape:
@@ -233,11 +264,13 @@ def _values(
     rows: list[list[Tensor]] = []
     for b, table in enumerate(known):
         tokens = [tuple(y) for y in beams.tokens(b)]
-        if hasattr(f, "of_beams"):
-            table.update(zip(tokens, f.of_beams(beams, b).to(torch.float64), strict=True))
+        g = f[b] if isinstance(f, list | tuple) else f
+        if hasattr(g, "of_beams"):
+            found = g.of_beams(beams, b, decode).to(torch.float64)
+            table.update(zip(tokens, found, strict=True))
         else:
             new = [y for y in dict.fromkeys(tokens) if y not in table]
-            table.update(zip(new, _called(f, new, b, decode), strict=True))
+            table.update(zip(new, _called(g, new, b, decode), strict=True))
         rows.append([_checked(table[y], y, b) for y in tokens])
     sizes = {v.numel() for row in rows for v in row}
     if len(sizes) > 1:
@@ -263,8 +296,9 @@ def _called(
             results.append(f(argument))
         except Exception as error:
             which = "sequences" if groups is not arguments else f"sequence {tokens[i]}"
+            hint = "" if decode else " (it got tokens; for texts, pass decode)"
             raise ValueError(
-                f"f failed on the {which} of source {source}: {type(error).__name__}: {error}"
+                f"f failed on the {which} of source {source}: {type(error).__name__}: {error}{hint}"
             ) from error
     if groups is not arguments:
         results = list(results[0])
@@ -275,7 +309,9 @@ def _called(
     try:
         return [torch.as_tensor(r, dtype=torch.float64) for r in results]
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"f must return numbers or vectors of numbers: {error}") from error
+        raise ValueError(
+            f"f must return numbers or vectors of numbers; it returned {results[0]!r}"
+        ) from error
 
 
 def _checked(value: Tensor, sequence: tuple[int, ...], source: int) -> Tensor:
@@ -324,16 +360,21 @@ def _variance(
         # A ratio is fitted to the same K sequences that its error is taken from.
         return spread if scale is None else spread * beams.k / (beams.k - 1), many
     if beams.design == "independent" and beams.k > 1:
-        return values.var(1) / beams.k, torch.full_like(many, float(beams.k - 1))
+        # Independent samples that all agree do not tell how often they would not.
+        spread = terms.var(1) * beams.k
+        spread = torch.where(spread > ROUNDING * terms.sum(1).square(), spread, math.nan)
+        return spread, torch.full_like(many, float(beams.k - 1))
     if beams.design == "stratified" and beams.log_inclusion is not None:
         light = (beams.present & (beams.log_inclusion < 0))[..., None].to(terms.dtype)
         count = light.sum(1)
         mean = (light * terms).sum(1) / count.clamp(min=1)
         spread = (light * (terms - mean[:, None]).square()).sum(1)
         spread = spread * count / (count - 1).clamp(min=1)
-        # A single light pick says nothing of how much it varies; none is not random.
+        # Light picks that all agree, or a single one, do not tell how much others would differ; a
+        # beam without any is not random.
+        seen = (spread > ROUNDING * terms.sum(1).square()) | (count == 0)
         freedom = torch.where(count == 0, math.inf, (count - 1).clamp(min=1))[:, 0]
-        return torch.where(count == 1, math.nan, spread), freedom.cpu()
+        return torch.where(seen, spread, math.nan), freedom.cpu()
     return None, many
 
 
@@ -395,5 +436,5 @@ def _with_error(value: Tensor, error: Tensor | None) -> str:
     if error is None or not bool(error.isfinite()):
         return f"{float(value):.4g}"
     e = float(error)
-    digits = 4 if e == 0 else max(0, 1 - math.floor(math.log10(e)))
+    digits = 4 if e == 0 else min(8, max(0, 1 - math.floor(math.log10(e))))
     return f"{float(value):.{digits}f} ± {e:.{digits}f}"

@@ -3,8 +3,9 @@
     cpsbs.estimate(beams, Entropy())
     cpsbs.estimate(beams, Bleu(references, decode))
 
-Each has a name, and ``of_beams(beams, source)``, which gives f of the source's sequences, [n] or
-[n, d], in the order of ``beams.tokens(source)``.
+Each has a name, and ``of_beams(beams, source, decode)``, which gives f of the source's sequences,
+[n] or [n, d], in the order of ``beams.tokens(source)``; a class of your own with these two works as
+well. ``decode``, from lists of tokens to texts, is what ``estimate`` was given.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class Entropy:
         self.rao_blackwell = rao_blackwell
         self.name = "entropy, Rao–Blackwellised" if rao_blackwell else "entropy"
 
-    def of_beams(self, beams: Beams, source: int) -> Tensor:
+    def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """F of the source's sequences, [n]."""
         here = beams.present[source]
         if not self.rao_blackwell:
@@ -63,12 +64,15 @@ class KullbackLeibler:
         own: Callable[[], SequenceModel] | None = None,
         temperature: float = 1.0,
     ) -> None:
+        for given, argument in ((other, "other"), (own, "own")):
+            if given is not None and (hasattr(given, "start") or hasattr(given, "generate")):
+                raise ValueError(f"{argument} is a model; it must be a function that makes one")
         self._other, self._own, self._temperature = other, own, temperature
-        self.name = "KL" if own is None else "KL, Rao–Blackwellised"
+        self.name = f"KL to temperature {temperature}" + (", Rao–Blackwellised" if own else "")
         self._of: Beams | None = None
         self._values = torch.empty(0)
 
-    def of_beams(self, beams: Beams, source: int) -> Tensor:
+    def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """F of the source's sequences, [n]."""
         if self._of is not beams:
             self._of, self._values = beams, self._all(beams)
@@ -85,7 +89,7 @@ class Length:
 
     name = "length"
 
-    def of_beams(self, beams: Beams, source: int) -> Tensor:
+    def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """F of the source's sequences, [n]."""
         return beams.lengths[source][beams.present[source]].to(torch.float64)
 
@@ -94,25 +98,27 @@ class Bleu:
     """Sentence BLEU against a reference for each source, between 0 and 1 (sacrebleu).
 
     Args:
-        references: one for each source.
-        decode: from lists of tokens to texts.
+        references: one text for each source.
+        decode: from lists of tokens to texts, without special tokens:
+            ``partial(tokenizer.batch_decode, skip_special_tokens=True)``. It may be given to
+            ``estimate`` instead.
     """
 
     name = "BLEU"
 
-    def __init__(self, references: Sequence[str], decode: Decode) -> None:
-        if isinstance(references, str):
-            raise ValueError("references is a text; it must be a list with one for each source")
+    def __init__(self, references: Sequence[str], decode: Decode | None = None) -> None:
+        if isinstance(references, str) or not all(isinstance(r, str) for r in references):
+            raise ValueError("references must be a list with one text for each source")
         self._references, self._decode = references, decode
         self._known: dict[tuple[str, str], float] = {}
 
-    def of_beams(self, beams: Beams, source: int) -> Tensor:
+    def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """F of the source's sequences, [n]."""
         if len(self._references) != len(beams):
             raise ValueError(
                 f"there are {len(self._references)} references for {len(beams)} sources"
             )
-        texts = self._decode(beams.tokens(source))
+        texts = _texts(beams, source, self._decode or decode)
         reference = self._references[source]
         return torch.tensor([self._score(text, reference) for text in texts], dtype=torch.float64)
 
@@ -137,9 +143,17 @@ class Probability:
     ) -> None:
         self._holds, self._decode, self.name = holds, decode, name
 
-    def of_beams(self, beams: Beams, source: int) -> Tensor:
+    def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """F of the source's sequences, [n]."""
         sequences: Sequence[Any] = beams.tokens(source)
-        if self._decode is not None:
-            sequences = self._decode(sequences)
+        if self._decode is not None or decode is not None:
+            sequences = _texts(beams, source, self._decode or decode)
         return torch.tensor([float(bool(self._holds(y))) for y in sequences], dtype=torch.float64)
+
+
+def _texts(beams: Beams, source: int, decode: Decode | None) -> list[str]:
+    if decode is None:
+        raise ValueError("texts need decode: from lists of tokens to texts, such as batch_decode")
+    if not callable(decode) or hasattr(decode, "batch_decode"):
+        raise ValueError("decode is a tokenizer; give its batch_decode")
+    return decode(beams.tokens(source))

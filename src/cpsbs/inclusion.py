@@ -69,7 +69,9 @@ def monte_carlo_inclusion(
     """The share of independent searches that keep each of the beams' sequences (eq:mc-naive).
 
     Args:
-        models: makes the models.
+        models: from the numbers of some sources, a tensor with as many repeats as searches are run
+            at once, to a model of them: ``lambda i: TransformersModel(model, input_ids=ids[i],
+            attention_mask=mask[i])``.
         beams: their sequences are looked for; the searches have the same settings.
         runs: M, for each source.
         design: the one that the beams were drawn by.
@@ -113,7 +115,7 @@ def hindsight_inclusion(
     """Hindsight importance sampling (eq:is-good): the mean over searches forced to keep y.
 
     Args:
-        models: makes the models.
+        models: as for ``monte_carlo_inclusion``.
         beams: of conditional Poisson sampling.
         runs: M, for each sequence.
         design: the one that the beams were drawn by.

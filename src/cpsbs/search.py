@@ -78,7 +78,7 @@ def search(
     max_length: int,
     temperature: float = 1.0,
     nucleus: float | None = None,
-    generator: Generators = None,
+    generator: Generators | int = None,
     joint: bool = False,
     entropy: bool = False,
     path: bool = False,
@@ -94,17 +94,25 @@ def search(
             another thing.
         nucleus: keep, after each prefix, only the most probable tokens that make up this much of
             the mass (the paper uses 0.99); the rest is as if it had probability zero.
-        generator: one, from which every source gets a stream of its own, by its number; or one for
-            each source. Either way a source's draw does not depend on what else is in the batch
-            (but for conditional Poisson with so large a K and so flat a distribution that a source
-            of the batch makes more of all candidates be looked at one by one).
+        generator: a seed or a generator, from which every source gets a stream of its own, by its
+            number; or a generator for each source. Either way a source's draw does not depend on
+            what else is in the batch (but for conditional Poisson with so large a K and so flat a
+            distribution that a source of the batch makes more of all candidates be looked at one by
+            one).
         joint: keep the joint inclusion probabilities along the path, for error bars.
         entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
         path: keep every step.
     """
     chosen = design_named(design)
     _check(k, max_length, temperature, nucleus)
+    if not hasattr(model, "start"):
+        raise ValueError(
+            f"model is a {type(model).__name__}, which has no start(); "
+            "a model of transformers goes into TransformersModel(model, **inputs)"
+        )
     seed = None
+    if isinstance(generator, int):
+        generator = torch.Generator().manual_seed(generator)
     if not isinstance(generator, Sequence):
         # A seed for all, from which each source gets a stream of its own.
         device = torch.device("cpu") if generator is None else generator.device

@@ -72,7 +72,7 @@ class TransformersModel:
             ``encoder_outputs``, … Prompts of decoder-only models are padded on the left.
     """
 
-    def __init__(self, model: Any, logits_processor: Any = None, **inputs: Any) -> None:
+    def __init__(self, model: Any, *, logits_processor: Any = None, **inputs: Any) -> None:
         processors = [] if logits_processor is None else list(logits_processor)
         self._begin(model, **_prepared(model, processors, **inputs))
 
