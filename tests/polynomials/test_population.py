@@ -69,7 +69,7 @@ def test_a_heavy_tail_needs_fewer_power_sums_than_its_head_tells() -> None:
     """10⁵ equal items: the first power sum shows that the odds of each are next to nothing."""
     population = split(torch.zeros((1, 100_000)), 20)
     assert population.tail is not None
-    assert int((population.tail.powers.sums > 0).sum()) < population.tail.powers.sums.shape[-1]
+    assert population.tail.powers.sums.shape[-1] == 4
     log_z = float(normalizer.log_normalizer(population))
     assert log_z == pytest.approx(math.log(math.comb(100_000, 20)), rel=1e-14)
 

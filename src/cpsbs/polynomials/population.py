@@ -305,6 +305,7 @@ def _power_sums(
     block expects at most K + ½ heads, so that u P/(1 + u) ≤ K + ½. Without ``odds``, J = 1.
     """
     terms = 1 if odds is None else terms_needed(k, odds)
+    used = 1
     rows, n = weights.shape
     block = block_size(weights.device)
     columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
@@ -337,6 +338,7 @@ def _power_sums(
             if odds is not None:
                 share = (k + 0.5) / max(float(total.min()), k + 1.0)
                 here_needed = terms_needed(k, min(odds, share / (1 - share)))
+            used = max(used, here_needed)
             for j in range(1, here_needed):
                 torch.mul(w if j == 1 else p, w, out=p)
                 torch.sum(p, -1, out=powers[:, j])
@@ -344,4 +346,4 @@ def _power_sums(
             row_chunk_sums.append(by_chunk)
         sums.append(torch.stack(row_sums).sum(0))
         chunk_sums.append(torch.cat(row_chunk_sums, dim=-1))
-    return torch.cat(sums), torch.cat(chunk_sums)
+    return torch.cat(sums)[:, :used], torch.cat(chunk_sums)
