@@ -16,8 +16,8 @@ from scipy import stats
 
 from cpsbs import DESIGNS, Beams, FunctionModel, TableModel, estimate, search, split_seed
 from cpsbs.designs import Calibrated, ConditionalPoissonDesign, Design
-from cpsbs.estimators import student_quantile
 from cpsbs.functions import Bleu, Entropy, KullbackLeibler, Length, Probability
+from cpsbs.uncertainty import student_quantile
 from tests.exact import Path, Prefix, StepRule, calibrated_rule, paths, poisson_rule
 
 SIGMAS = 3.9

@@ -69,13 +69,11 @@ def test_the_hindsight_proposal_is_a_distribution(y: Prefix) -> None:
 
 def test_hindsight_is_unbiased_and_its_reciprocal_consistent() -> None:
     beams = some_beams()
-    few = hindsight_inclusion(models, beams, 4, generator=torch.Generator().manual_seed(1))
     many = hindsight_inclusion(models, beams, 3000, generator=torch.Generator().manual_seed(4))
     for i, y in enumerate(beams.tokens(0)):
         pi, error = float(many.log_value[0, i].exp()), float(many.standard_error[0, i])
         assert abs(pi - PI[tuple(y)]) < SIGMAS * error + 1e-12
         assert 1 / pi == pytest.approx(1 / PI[tuple(y)], rel=0.1)
-        assert float(few.log_value[0, i]) <= 0
     assert not bool(many.never.any())
     assert "3000 runs" in str(many)
 

@@ -18,9 +18,9 @@ def test_diversity_is_the_sum_over_orders() -> None:
 
 def test_sentence_bleu_is_sacrebleu_s() -> None:
     assert sentence_bleu("the cat sat on the mat", "the cat sat on the mat") == pytest.approx(1)
-    # Orders that the sentence is too short for do not count: 2/3 unigrams, 1/2 bigrams.
-    value = sentence_bleu("the cat ran", "the cat sat")
-    assert 0 < value < 1
+    # 2/3 unigrams, 1/2 bigrams, no trigram, which is smoothed to 1/2; there is no order 4.
+    expected = (2 / 3 * 1 / 2 * 1 / 2) ** (1 / 3)
+    assert sentence_bleu("the cat ran", "the cat sat") == pytest.approx(expected)
 
 
 def test_a_missing_package_is_named_with_the_extra() -> None:

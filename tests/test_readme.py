@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import re
+import statistics
 from pathlib import Path
 
 from benchmarks.conditional_poisson import into_readme
@@ -36,6 +37,44 @@ def test_the_tables_are_those_of_the_last_benchmark() -> None:
     assert "<!-- table: rmse_BLEU -->\n|" in page
     assert into_readme(README, estimators) == README
     assert into_readme(page, estimators) == page
+
+
+def test_what_the_page_says_of_its_tables() -> None:
+    """Figures in the prose are those of the results."""
+    page = (ROOT / "docs/estimation.md").read_text()
+    rows = json.loads((ROOT / "benchmarks/results/estimators.json").read_text())["rows"]
+    cells: dict[tuple[str, float, int], dict[str, float]] = {}
+    for row in rows:
+        name = row["design"] + (" n." if row["normalized"] else "")
+        cells.setdefault((row["f"], row["temperature"], row["k"]), {})[name] = row["rmse"]
+    ratios = []
+    for cell in cells.values():
+        others = [x for n, x in cell.items() if not n.startswith(("stratified", "calibrated"))]
+        ratios.append(cell["stratified"] / min(others))
+    ahead = sum(ratio <= 1 for ratio in ratios)
+    assert f"than every baseline in {ahead} of these {len(ratios)} cells" in page
+    assert f"is {statistics.median(ratios):.2f})" in page
+    assert f"at most {100 * (max(ratios) - 1):.0f}% behind" in page
+
+    def covered(design: str, k: tuple[int, ...], temperature: float) -> str:
+        found = [
+            row["coverage"]
+            for row in rows
+            if row["design"] == design
+            and not row["normalized"]
+            and row["f"] != "entropy RB"
+            and row["k"] in k
+            and row["temperature"] >= temperature
+        ]
+        return f"{100 * min(found):.0f} to {100 * max(found):.0f}%"
+
+    assert f"`stratified` covers {covered('stratified', (10, 20), 0.1)} for K ≥ 10" in page
+    assert f"{covered('stratified', (5,), 0.2)} for K = 5 from τ = 0.2" in page
+    assert f"not normalised: {covered('gumbel-top-k', (10, 20), 0.1)} for K ≥ 10" in page
+    sums = {
+        row["sum_of_weights"] for row in rows if row["design"] == "calibrated" and row["k"] == 20
+    }
+    assert f"averaged {min(sums):.2f} to {max(sums):.2f} in every cell at K = 20" in page
 
 
 def test_the_layout_names_what_exists() -> None:

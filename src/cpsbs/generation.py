@@ -24,19 +24,16 @@ from torch import Tensor
 
 from cpsbs.beams import Beams
 from cpsbs.designs import Design
+from cpsbs.extras import required
 from cpsbs.models.transformers import NEUTRAL, TransformersModel, _rows, inherited
 from cpsbs.randomness import Generators
 from cpsbs.search import search
 
-try:
-    from transformers.generation.utils import (
-        GenerateBeamDecoderOnlyOutput,
-        GenerateBeamEncoderDecoderOutput,
-    )
-except ImportError as error:
-    raise ImportError(
-        "cpsbs.generate needs transformers: pip install 'cpsbs[transformers]'"
-    ) from error
+required("transformers", "transformers")
+from transformers.generation.utils import (  # noqa: E402
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+)
 
 
 @dataclass
