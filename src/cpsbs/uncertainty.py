@@ -14,7 +14,7 @@ The variance of G = Σ w f, where the design admits an estimate of it:
   they are spread over the parents, and the estimate is on the safe side; it can be too small where
   f differs more between the children of a hypothesis than between hypotheses.
 
-Arithmetic sampling and sum-and-sample have one random number for the whole beam, and only repeated
+Arithmetic sampling and sum-and-sample rest on one random draw for the whole beam, and only repeated
 beams tell their error: pass a list of them. Normalised estimates take the same with f − G for f,
 over Σ w (linearisation). For the joint form that rests on Σ_{y,y'} p p'/π(y, y'), the square of
 Σ w in expectation: where it is less than half of it, the beam does not know its error, and none is
