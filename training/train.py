@@ -36,7 +36,7 @@ from training.tokenizer import END, PAD, UNKNOWN, Segmentations, Tokenizer
 class Recipe:
     """What is decided before training."""
 
-    steps: int = 44_000
+    steps: int = 36_000
     warm_up: int = 1_500
     """Steps until the learning rate is at its peak, from where it falls to zero in a line."""
     learning_rate: float = 1.5e-3
@@ -62,8 +62,9 @@ class Trainer:
         self.model = model.to(device).train()
         self.rate = torch.zeros((), device=device)
         self.total_loss = torch.zeros((), device=device)
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "shared" not in n]
-        others = [p for n, p in model.named_parameters() if p.ndim != 2 or "shared" in n]
+        trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
+        matrices = [w for name, w in trained.items() if w.ndim == 2 and "shared" not in name]
+        others = [w for name, w in trained.items() if w.ndim != 2 or "shared" in name]
         self.optimizer = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others}],
             lr=self.rate,
@@ -75,7 +76,7 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate  # the tensor itself, so that a recorded step sees it change
-        self.weights = dict(self.model.named_parameters())
+        self.weights = trained
         self.average = {name: w.detach().clone() for name, w in self.weights.items()}
         self._make_moments()
         self._graph: torch.cuda.CUDAGraph | None = None
