@@ -341,10 +341,10 @@ def test_pairs_are_left_out_where_a_design_has_none() -> None:
     assert beams.lengths[0].tolist() == [1, 0]
 
 
-def test_a_seed_is_a_generator() -> None:
+def test_a_seed_is_noted_and_split() -> None:
     by_seed = search(MODEL, 3, max_length=3, generator=5)
-    assert torch.equal(
-        by_seed.sequences, search(MODEL, 3, max_length=3, generator=generator(5)).sequences
-    )
+    assert by_seed.settings["seed"] == 5
+    again = search(MODEL, 3, max_length=3, generator=split_seed(5, 1))
+    assert torch.equal(by_seed.sequences, again.sequences)
     with pytest.raises(ValueError, match=r"TransformersModel\(model, \*\*inputs\)"):
         search(object(), 3, max_length=3)  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 
@@ -30,7 +31,9 @@ def translations(
         inputs = tokenizer([texts[i] for i in rows], return_tensors="pt", padding=True)
         longest = min(200, 10 + 3 * inputs["input_ids"].shape[1] // 2)
         out = model.generate(**inputs.to(model.device), num_beams=beams, max_new_tokens=longest)
-        for i, text in zip(rows, tokenizer.batch_decode(out, skip_special_tokens=True), strict=True):
+        for i, text in zip(
+            rows, tokenizer.batch_decode(out, skip_special_tokens=True), strict=True
+        ):
             found[i] = text
     return found
 

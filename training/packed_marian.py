@@ -150,15 +150,13 @@ def _attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, k_bounds: Tensor, causal: bool
 ) -> Tensor:
-    """[tokens, heads, d] attention within each sentence, by flash attention, or plainly on a CPU."""
+    """[tokens, heads, d] attention within each sentence; flash attention on a GPU."""
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
         window = (-1, 0) if causal else (-1, -1)
-        out: Tensor = varlen_attn(
-            q, k, v, q_bounds, k_bounds, LONGEST, LONGEST, window_size=window
-        )
-        return out
+        out: Any = varlen_attn(q, k, v, q_bounds, k_bounds, LONGEST, LONGEST, window_size=window)
+        return out  # type: ignore[no-any-return]
     q_at, k_at = torch.arange(len(q)), torch.arange(len(k))
     q_sentence = torch.searchsorted(q_bounds[1:], q_at, right=True)
     k_sentence = torch.searchsorted(k_bounds[1:], k_at, right=True)

@@ -29,7 +29,7 @@ END_OF_SENTENCE = 0
 def main() -> None:
     """Prepare the files named."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="English TAB French, maybe .xz")
+    parser.add_argument("files", type=Path, nargs="+", help="English TAB French, by xz")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--dropout", type=float, default=0.1, help="BPE-dropout")

@@ -19,9 +19,8 @@ Pair = tuple[str, str]
 
 
 def read_pairs(file: Path) -> Iterator[Pair]:
-    """English and French from a file of tab-separated lines, compressed or not."""
-    opened = lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else file.open()
-    with opened as lines:
+    """English and French from a file of tab-separated lines, compressed by xz."""
+    with lzma.open(file, "rt", encoding="utf-8") as lines:
         for line in lines:
             english, french = line.rstrip("\n").split("\t")[:2]
             yield english, french
@@ -29,9 +28,7 @@ def read_pairs(file: Path) -> Iterator[Pair]:
 
 def cleaned(pair: Pair, normalize: Callable[[str], str]) -> Pair:
     """The sentences alone, in the characters that the tokenizer's normaliser leaves."""
-    english, french = (
-        MARK.sub("", SPEAKER.sub("", normalize(text))) for text in pair
-    )
+    english, french = (MARK.sub("", SPEAKER.sub("", normalize(text))) for text in pair)
     return english, QUOTE_FOR_APOSTROPHE.sub("'", french)
 
 

@@ -34,7 +34,7 @@ def untrained() -> Tokenizer:
         [
             normalizers.NFKC(),
             replace(Regex("[’‘ʼ´`]"), "'"),
-            replace(Regex('« ?| ?»|[“”„]'), '"'),
+            replace(Regex("« ?| ?»|[“”„]"), '"'),
             replace(Regex("[–—‑‒−]"), "-"),
             replace(Regex(r"[\s\u200b\u00ad\ufeff]+"), " "),
             normalizers.Strip(),
@@ -90,9 +90,7 @@ class Segmentations:
     """[Σ lengths]"""
 
 
-def segmentations(
-    tokenizer: Tokenizer, counts: dict[str, int], dropout: float
-) -> Segmentations:
+def segmentations(tokenizer: Tokenizer, counts: dict[str, int], dropout: float) -> Segmentations:
     """Each type's usual segmentation and random ones, more of them for frequent types."""
     model = tokenizer.model
     usual = [_ids(model, word) for word in counts]

@@ -23,13 +23,14 @@ import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from training.batches import Batch, Parallel, Shape, Side, Words
 from training.packed_marian import EAGER, Parts, loss, marian
 from training.prepare import SIDES, read_array
-from training.tokenizer import END, PAD, UNKNOWN, Segmentations, Tokenizer
+from training.tokenizer import END, PAD, UNKNOWN, Segmentations
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,13 @@ class Trainer:
         trained = {name: w for name, w in model.named_parameters() if w.requires_grad}
         matrices = [w for name, w in trained.items() if w.ndim == 2 and "shared" not in name]
         others = [w for name, w in trained.items() if w.ndim != 2 or "shared" in name]
+        groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": recipe.weight_decay}]
+        groups.append({"params": others, "weight_decay": 0.0})
         self.optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": recipe.weight_decay}, {"params": others}],
+            groups,
             lr=self.rate,
             betas=(0.9, 0.98),
             eps=1e-9,
-            weight_decay=0.0,
             fused=True,
             capturable=True,
         )
@@ -126,7 +128,7 @@ class Trainer:
         The state is as before, afterwards.
         """
         before = {name: tensor.clone() for name, tensor in self.state().items()}
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -245,7 +247,7 @@ def export(model: Any, tokenizer: Path, out: Path) -> None:
     partial_folder = out.with_name(out.name + ".partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
     model.half().save_pretrained(partial_folder, max_shard_size="14MB")
-    PreTrainedTokenizerFast(
+    PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_file=str(tokenizer),
         pad_token=PAD,
         eos_token=END,

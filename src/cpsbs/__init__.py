@@ -12,6 +12,7 @@ from cpsbs.metrics import diversity, sentence_bleu
 from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersModel
 from cpsbs.randomness import split_seed
 from cpsbs.search import search
+from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:
     from cpsbs.generation import generate
@@ -29,6 +30,7 @@ __all__ = [
     "SequenceModel",
     "Step",
     "TableModel",
+    "TextModel",
     "TransformersModel",
     "__version__",
     "check_design",
@@ -36,6 +38,7 @@ __all__ = [
     "estimate",
     "generate",
     "hindsight_inclusion",
+    "load",
     "monte_carlo_inclusion",
     "search",
     "sentence_bleu",

@@ -81,7 +81,30 @@ class Estimate:
         return str(self)
 
     def __str__(self) -> str:
-        return "\n".join(self._line(b) for b in range(len(self.value)))
+        count = len(self.value)
+        return "\n".join(self._line(b, f"[{b}]" if count > 1 else "") for b in range(count))
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """For each source plain numbers, lists if f is vector-valued, and the line in print."""
+        error = self.standard_error
+        low, high = (None, None) if error is None else self.interval()
+        return [
+            {
+                "function": self.function,
+                "value": self.value[b].tolist(),
+                "standard_error": _numbers(error, b),
+                "interval_95": [_numbers(low, b), _numbers(high, b)],
+                "distinct": int(self.distinct[b]),
+                "effective_size": float(self.effective_size[b]),
+                "captured": float(self.captured[b]),
+                "sum_of_weights": float(self.sum_of_weights[b]),
+                "estimator": self.estimator,
+                "repeats": self.repeats,
+                "settings": dict(self.settings),
+                "line": self._line(b, ""),
+            }
+            for b in range(len(self.value))
+        ]
 
     def _hint(self, before: str) -> str:
         """What would give an error bar from one beam of this design."""
@@ -90,12 +113,15 @@ class Estimate:
         needs = needs and self.repeats == 1 and not self.estimator.startswith("given")
         return f"{before}search with joint=True (and k > 1)" if needs else ""
 
-    def _line(self, b: int) -> str:
-        numbers = _with_error(
-            self.value[b], None if self.standard_error is None else self.standard_error[b]
-        )
+    def _line(self, b: int, where: str) -> str:
+        values = self.value[b].reshape(-1).tolist()
+        error = self.standard_error
+        errors = [None] * len(values) if error is None else error[b].reshape(-1).tolist()
+        numbers = ", ".join(map(with_error, values, errors))
+        if self.value.ndim > 1:
+            numbers = f"[{numbers}]"
         made = dict(self.settings)
-        known = self.standard_error is not None and bool(self.standard_error[b].isfinite().all())
+        known = error is not None and bool(error[b].isfinite().all())
         how = [
             str(made.pop("design", "?")),
             f"K={made.pop('k', '?')}",
@@ -108,7 +134,6 @@ class Estimate:
             *([] if known else ["error not known" + self._hint("; ")]),
             *(f"{name} {value}" for name, value in made.items() if value is not None),
         ]
-        where = f"[{b}]" if len(self.value) > 1 else ""
         return f"E[{self.function}]{where} = {numbers} ({', '.join(how)})"
 
 
@@ -326,13 +351,14 @@ def _effective_size(weights: Sequence[float]) -> float:
     return sum(weights) ** 2 / square if square > 0 else 0.0
 
 
-def _with_error(value: Tensor, error: Tensor | None) -> str:
-    """Value ± error, to two digits of the error; a list if there are several."""
-    if value.ndim:
-        errors = [None] * len(value) if error is None else list(error)
-        return "[" + ", ".join(map(_with_error, value, errors)) + "]"
-    if error is None or not bool(error.isfinite()):
-        return f"{float(value):.4g}"
-    e = float(error)
-    digits = 4 if e == 0 else min(8, max(0, 1 - math.floor(math.log10(e))))
-    return f"{float(value):.{digits}f} ± {e:.{digits}f}"
+def _numbers(x: Tensor | None, b: int) -> Any:
+    """Of source b; None where it is not known."""
+    return None if x is None or not bool(x[b].isfinite().all()) else x[b].tolist()
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Value ± error, to two digits of the error."""
+    if error is None or not math.isfinite(error):
+        return f"{value:.4g}"
+    digits = 4 if error == 0 else min(8, max(0, 1 - math.floor(math.log10(error))))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"

@@ -48,13 +48,20 @@ class Streams:
         return torch.rand(size, dtype=torch.float64, device=self._device, generator=generator)
 
 
-def split_seed(seed: int, count: int, device: torch.device | str = "cpu") -> list[torch.Generator]:
-    """One generator for each of ``count`` sources; the i-th depends on the seed and i alone."""
-    generators = []
-    for i in range(count):
-        # A 64-bit mix (splitmix64), so that neighbouring seeds and sources share nothing.
-        mixed = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
-        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
-        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
-        generators.append(torch.Generator(device).manual_seed((mixed ^ (mixed >> 31)) % 2**63))
-    return generators
+def split_seed(
+    seed: int, sources: int | Sequence[int], device: torch.device | str = "cpu"
+) -> list[torch.Generator]:
+    """One generator for each source; that of source i depends on the seed and i alone.
+
+    ``sources`` is how many there are, or their numbers.
+    """
+    numbers = range(sources) if isinstance(sources, int) else sources
+    return [torch.Generator(device).manual_seed(_mixed(seed, i) % 2**63) for i in numbers]
+
+
+def _mixed(seed: int, i: int) -> int:
+    """64 bits (splitmix64), such that neighbouring seeds and sources share nothing."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    return mixed ^ (mixed >> 31)

@@ -111,12 +111,9 @@ def search(
             "a model of transformers goes into TransformersModel(model, **inputs)"
         )
     seed = None
-    if isinstance(generator, int):
-        generator = torch.Generator().manual_seed(generator)
     if not isinstance(generator, Sequence):
         # A seed for all, from which each source gets a stream of its own.
-        device = torch.device("cpu") if generator is None else generator.device
-        seed = int(torch.randint(2**62, (), generator=generator, device=device))
+        seed = generator if isinstance(generator, int) else _fresh_seed(generator)
         generator = split_seed(seed, model.sources, model.device)
     settings = {
         "design": repr(chosen),
@@ -160,6 +157,11 @@ def search(
         row = (goes_on.flatten().cumsum(0) - 1).view(goes_on.shape)
     done.append(beam)
     return _collected(done, chosen, model.pad, settings, tuple(steps) if path else None)
+
+
+def _fresh_seed(generator: torch.Generator | None) -> int:
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
 
 
 def _check(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:

@@ -12,16 +12,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from training import prepare, train
 from training.batches import Parallel, Shape, Side, Words
 from training.packed_marian import EAGER, loss, marian
-from training.text import cleaned, is_translation
-from training.tokenizer import Segmentations, Tokenizer, untrained
+from training.text import cleaned, is_translation, read_pairs, without_repeats
+from training.tokenizer import Segmentations, untrained
 
-ENGLISH = "the house sees a red dog and don't eat 12 apples".split()
-FRENCH = "la maison voit un rouge chien et n'est mange 12 pommes".split()
+ENGLISH = ["the", "house", "sees", "a", "red", "dog", "and", "don't", "eat", "12", "apples"]
+FRENCH = ["la", "maison", "voit", "un", "rouge", "chien", "et", "n'est", "mange", "12", "pommes"]
 SHAPE = Shape(source=256, target=256, sentences=32)
 
 
@@ -42,9 +43,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def texts(folder: Path) -> tuple[list[str], list[str]]:
-    with lzma.open(folder / "text.tsv.xz", "rt", encoding="utf-8") as lines:
-        pairs = dict.fromkeys(tuple(line.rstrip("\n").split("\t")) for line in lines)
-    pairs = {p: None for p in pairs if is_translation(p)}
+    pairs = filter(is_translation, without_repeats(read_pairs(folder / "text.tsv.xz")))
     english, french = zip(*pairs, strict=True)
     return list(english), list(french)
 
@@ -170,8 +169,8 @@ def test_training_learns_and_the_result_loads(prepared: Path, tmp_path: Path) ->
 
 def test_speakers_and_marks_are_taken_off() -> None:
     normalize = untrained().normalizer.normalize_str
-    pair = ("Author . − Mr President, “yes”.", "(FR) Monsieur l\"auteur, « oui ».")
-    assert cleaned(pair, normalize) == ('Mr President, "yes".', "Monsieur l'auteur, \"oui\".")
+    pair = ("Author . − Mr President, “yes”.", '(FR) Monsieur l"auteur, « oui ».')
+    assert cleaned(pair, normalize) == ('Mr President, "yes".', 'Monsieur l\'auteur, "oui".')
     kept = "There are some areas, etc. – where there is too much."
     assert cleaned((kept, kept), normalize)[0] == kept.replace("–", "-")
 

@@ -27,6 +27,7 @@ class Arithmetic(Independent):
     """K samples by arithmetic sampling; each counts 1/K."""
 
     name = "arithmetic"
+    summary = "arithmetic sampling: K samples spread evenly over the distribution"
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
         """The lattice."""

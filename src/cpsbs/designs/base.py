@@ -93,11 +93,14 @@ class Selection:
 class Design(ABC):
     """A rule that picks K candidates.
 
-    ``name`` is what people call it. ``distinct`` says that no candidate is picked twice.
+    ``name`` is what people call it, ``summary`` what it is in a line. ``distinct`` says that no
+    candidate is picked twice, ``estimates`` that its beams have weights for estimates.
     """
 
     name: str
+    summary: str = ""
     distinct: bool = True
+    estimates: bool = True
 
     def __repr__(self) -> str:
         public = {name: value for name, value in vars(self).items() if not name.startswith("_")}

@@ -22,6 +22,7 @@ class Calibrated(DrawingDesign):
     """Conditional Poisson with the odds of min(1, c·u) as weights."""
 
     name = "calibrated"
+    summary = "conditional Poisson aimed at inclusion in proportion to what a prefix counts"
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """A conditional Poisson sample with the odds of the targets as weights."""

@@ -27,6 +27,8 @@ class Diverse(Design):
     """
 
     name = "diverse"
+    summary = "diverse beam search: groups that avoid each other's tokens"
+    estimates = False
     distinct = False  # two groups may hold the same sequence
 
     def __init__(self, strength: float = 0.5, groups: int | None = None) -> None:

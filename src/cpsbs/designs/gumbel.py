@@ -32,6 +32,7 @@ class GumbelTopK(Design):
     """Stochastic beam search."""
 
     name = "gumbel-top-k"
+    summary = "stochastic beam search: sampling without replacement by perturbed log-probabilities"
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
         """The score of the empty sequence is the largest of all: a standard Gumbel."""

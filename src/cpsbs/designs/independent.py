@@ -19,6 +19,7 @@ class Independent(Design):
     """K independent samples; each counts 1/K."""
 
     name = "independent"
+    summary = "ancestral sampling: K independent samples, which may repeat"
     distinct = False
 
     def roots(self, k: int) -> int:

@@ -29,6 +29,7 @@ class ConditionalPoissonDesign(DrawingDesign):
     """
 
     name = "conditional-poisson"
+    summary = "the paper's CPSBS: conditional Poisson sampling at every step"
 
     def __init__(
         self, weights: Literal["odds", "probability"] = "odds", anneal: float = 1.0

@@ -34,6 +34,7 @@ class Stratified(DrawingDesign):
     """Every parent gets the children that it is worth."""
 
     name = "stratified"
+    summary = "every prefix gets the children that it is worth; best for estimates"
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Heavy candidates, and light ones by parents."""

@@ -28,6 +28,7 @@ class SumAndSample(Design):
     """K − 1 sequences by beam search, and one sample of the rest of the distribution."""
 
     name = "sum-and-sample"
+    summary = "beam search for K − 1 sequences, and one sample of all others"
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
         """Nothing is dropped yet."""

@@ -17,6 +17,8 @@ class TopK(Design):
     """Beam search (eq:beam_subset). Nothing is random, and nothing is known of inclusion."""
 
     name = "top-k"
+    summary = "beam search; nothing is random"
+    estimates = False
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False

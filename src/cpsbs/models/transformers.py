@@ -93,6 +93,7 @@ class TransformersModel:
         kwargs: dict[str, Any],
     ) -> None:
         self._model, self._kwargs = model, dict(kwargs)
+        self.name = type(model).__name__
         # An unfinished sequence of maximal length is an outcome here; its end is not forced.
         self._processors = [p for p in processors if type(p).__name__ != FORCED_END]
         self._criteria = [c for c in criteria if type(c).__name__ not in OURS]

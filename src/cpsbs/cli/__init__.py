@@ -1,0 +1,10 @@
+"""The command line.
+
+``commands`` has the commands and ``options`` what they take. Texts are read and checked by
+``inputs``, drawn for by ``draws``, in ``batches``; ``running`` puts the parts together, ``outputs``
+writes and resumes, ``tables`` is what people see.
+"""
+
+from cpsbs.cli.commands import run
+
+__all__ = ["run"]

@@ -1,0 +1,330 @@
+"""The commands of ``cpsbs``."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from cpsbs import __version__
+from cpsbs.cli import tables
+from cpsbs.cli.draws import Draw, chosen_design, compared, quiet_load, sampled
+from cpsbs.cli.inputs import read_references, read_texts, refuse, unusable
+from cpsbs.cli.options import (
+    DRAW,
+    INPUT,
+    RESULT,
+    Anneal,
+    BatchSize,
+    DesignName,
+    Device,
+    Dtype,
+    Estimator,
+    File,
+    Function,
+    Json,
+    K,
+    MaxLength,
+    ModelName,
+    Nucleus,
+    Output,
+    ReferenceFile,
+    References,
+    RemoteCode,
+    Seed,
+    Skip,
+    Temperature,
+    Texts,
+)
+from cpsbs.cli.outputs import Record
+from cpsbs.cli.running import EPILOG, errors_told, go, job_of, print_json, shown
+from cpsbs.designs import DESIGNS, design_named
+from cpsbs.estimators import estimate
+from cpsbs.functions import Bleu, Entropy, Length
+from cpsbs.inclusion import hindsight_inclusion
+from cpsbs.text import EMBEDDED, demonstration, embedded_models
+
+app = typer.Typer(
+    help="Draw different sequences from a model, without replacement, and estimate with them.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback(invoke_without_command=True)
+def main(
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
+    """What concerns all commands."""
+    if version:
+        Console().print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.command(epilog=EPILOG)
+def sample(
+    texts: Texts = None,
+    file: File = None,
+    skip: Skip = False,
+    reference: References = None,
+    reference_file: ReferenceFile = None,
+    k: K = 10,
+    design: DesignName = "conditional-poisson",
+    temperature: Temperature = 1.0,
+    anneal: Anneal = None,
+    nucleus: Nucleus = None,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    model: ModelName = "en-fr",
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: RemoteCode = False,
+    batch_size: BatchSize = 16,
+    output: Output = None,
+    json_lines: Json = False,
+) -> None:
+    """Draw K sequences for each text, with their probabilities p and inclusion probabilities π.
+
+    cpsbs sample "A man rides a bicycle." -k 5 --temperature 0.5
+
+    cpsbs sample --file english.txt --output french.jsonl
+    """
+    with errors_told():
+        chosen = chosen_design(design, anneal)
+        found = read_texts(texts, file)
+        references = read_references(reference, reference_file, len(found))
+        loaded = quiet_load(model, device, dtype, trust_remote_code)
+        longest = max_length or loaded.usual_length
+        draw = Draw(k, chosen, temperature, nucleus, longest, seed)
+
+        def work(numbers: list[int]) -> list[Record]:
+            beams = draw.beams(loaded, found, numbers)
+            return sampled(beams, loaded, found, numbers, references)
+
+        job = job_of("sample", draw, loaded, found, references, batch_size)
+        show = shown(json_lines, tables.beam)
+        go(work, loaded, found, draw, batch_size, skip, output, job, show)
+
+
+@app.command("estimate", epilog=EPILOG)
+def estimate_command(
+    function: Annotated[Function, typer.Argument(help="Of a sequence; its mean is estimated.")],
+    texts: Texts = None,
+    file: File = None,
+    skip: Skip = False,
+    reference: References = None,
+    reference_file: ReferenceFile = None,
+    k: K = 10,
+    design: DesignName = "stratified",
+    estimator: Annotated[
+        Estimator,
+        typer.Option(
+            help="Weights p/π along the search's own path, normalised or not; or with π by "
+            "hindsight importance sampling (conditional-poisson only).",
+            rich_help_panel=DRAW,
+        ),
+    ] = Estimator.unbiased,
+    runs: Annotated[
+        int, typer.Option(min=1, help="M, of hindsight importance sampling.", rich_help_panel=DRAW)
+    ] = 4,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Independent beams; their spread is the error.", rich_help_panel=DRAW
+        ),
+    ] = 1,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Entropy without Rao–Blackwell.", rich_help_panel=DRAW),
+    ] = False,
+    temperature: Temperature = 1.0,
+    anneal: Anneal = None,
+    nucleus: Nucleus = None,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    model: ModelName = "en-fr",
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: RemoteCode = False,
+    batch_size: BatchSize = 16,
+    output: Output = None,
+    json_lines: Json = False,
+) -> None:
+    """Estimate an expectation under the model for each text: a line with its error and signature.
+
+    cpsbs estimate entropy "A man rides a bicycle." -k 20
+
+    cpsbs estimate bleu --file english.txt --reference-file french.txt --temperature 0.3
+    """
+    with errors_told():
+        chosen = chosen_design(design, anneal)
+        found = read_texts(texts, file)
+        references = read_references(reference, reference_file, len(found))
+        if function is Function.bleu and references is None:
+            raise ValueError("bleu needs --reference, or --reference-file, for every text")
+        in_hindsight = estimator.startswith("hindsight")
+        if in_hindsight and repeats > 1:
+            raise ValueError(f"--repeats is {repeats}; hindsight estimates are of one beam")
+        loaded = quiet_load(model, device, dtype, trust_remote_code)
+        longest = max_length or loaded.usual_length
+        draw = Draw(k, chosen, temperature, nucleus, longest, seed)
+
+        def work(numbers: list[int]) -> list[Record]:
+            several = [
+                draw.again(r).beams(
+                    loaded,
+                    found,
+                    numbers,
+                    joint=repeats == 1 and k > 1 and not in_hindsight,
+                    entropy=function is Function.entropy,
+                )
+                for r in range(repeats)
+            ]
+            inclusion = None
+            if in_hindsight:
+                inclusion = hindsight_inclusion(
+                    loaded.repeated([found[i] for i in numbers]),
+                    several[0],
+                    runs,
+                    draw.design,
+                    generator=torch.Generator(loaded.model.device).manual_seed(seed),
+                )
+            result = estimate(
+                several if repeats > 1 else several[0],
+                _function(function, plain, [references[i] for i in numbers] if references else []),
+                normalize=estimator.endswith("normalized"),
+                log_inclusion=inclusion,
+                decode=loaded.decode,
+            )
+            return [
+                {"number": i, "text": found[i], **entry}
+                for i, entry in zip(numbers, result.to_dicts(), strict=True)
+            ]
+
+        job = job_of("estimate", draw, loaded, found, references, batch_size)
+        job |= {"function": function, "estimator": estimator, "runs": runs, "repeats": repeats}
+        job |= {"plain": plain}
+        show = shown(json_lines, lambda record: f"{record['number'] + 1}: {record['line']}")
+        go(work, loaded, found, draw, batch_size, skip, output, job, show)
+
+
+@app.command(epilog=EPILOG)
+def compare(
+    text: Annotated[str, typer.Argument(help="One text.")],
+    reference: Annotated[
+        str | None, typer.Option("--reference", "-r", help="To score with.", rich_help_panel=INPUT)
+    ] = None,
+    k: K = 10,
+    designs_given: Annotated[
+        list[str] | None,
+        typer.Option("--design", help="Some, instead of all.", rich_help_panel=DRAW),
+    ] = None,
+    temperature: Temperature = 1.0,
+    nucleus: Nucleus = None,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    model: ModelName = "en-fr",
+    device: Device = None,
+    dtype: Dtype = None,
+    trust_remote_code: RemoteCode = False,
+    rows: Annotated[
+        int, typer.Option(min=1, help="Sequences to list.", rich_help_panel=RESULT)
+    ] = 25,
+    json_lines: Json = False,
+) -> None:
+    """Every design on one text: what each draws, how different it is, how well it estimates.
+
+    cpsbs compare "A man rides a bicycle." --temperature 0.5 -r "Un homme fait du vélo."
+    """
+    with errors_told():
+        chosen = [design_named(name) for name in designs_given or DESIGNS]
+        loaded = quiet_load(model, device, dtype, trust_remote_code)
+        longest = max_length or loaded.usual_length
+        refuse(unusable(loaded, [text], longest))
+        best = Draw(k, design_named("top-k"), temperature, nucleus, longest, seed)
+        likely = set(map(tuple, best.beams(loaded, [text], [0]).tokens(0)))
+        draws = [replace(best, design=design) for design in chosen]
+        records = [compared(draw, loaded, text, reference, likely) for draw in draws]
+        if json_lines or not sys.stdout.isatty():
+            for record in records:
+                print_json(record)
+            return
+        console = Console()
+        console.print(f"[bold]{escape(text)}[/]  (K = {k}, temperature {temperature})")
+        console.print(tables.comparison(records))
+        console.print(tables.membership(records, rows))
+
+
+@app.command(epilog=EPILOG)
+def demo(
+    number: Annotated[int, typer.Argument(min=1, help="Of a demonstration sentence.")] = 1,
+    k: K = 10,
+    temperature: Temperature = 0.5,
+    seed: Seed = 0,
+) -> None:
+    """The main job on the embedded model: different translations, and what they say of all."""
+    with errors_told():
+        sentences = demonstration()
+        if number > len(sentences):
+            raise ValueError(f"there are {len(sentences)} sentences; number {number} is not one")
+        text, reference = sentences[number - 1]
+        loaded = quiet_load("en-fr", None, None, False)
+        console = Console(highlight=False)
+        for name in ("conditional-poisson", "stratified"):
+            draw = Draw(k, design_named(name), temperature, None, loaded.usual_length, seed)
+            beams = draw.beams(loaded, [text], [0], joint=k > 1, entropy=True)
+            if name == "conditional-poisson":
+                console.print(f"{k} different translations, by {name}; reference: {reference}\n")
+                console.print(tables.beam(sampled(beams, loaded, [text], [0], [reference])[0]))
+                console.print("Expectations over all translations that the model can make:\n")
+            for f in (Bleu([reference]), Entropy(rao_blackwell=True)):
+                console.print(str(estimate(beams, f, decode=loaded.decode)), markup=False)
+        console.print("\nMore: cpsbs sample, estimate, compare, designs, models; -h tells how.")
+
+
+@app.command()
+def designs() -> None:
+    """What can be put into the search."""
+    table = tables.plain("design", "distinct", "estimates", "")
+    for name, design in DESIGNS.items():
+        distinct, estimates = ("yes" if yes else "" for yes in (design.distinct, design.estimates))
+        table.add_row(f"[bold]{name}[/]", distinct, estimates, design.summary)
+    Console().print(table)
+
+
+@app.command()
+def models() -> None:
+    """The models that come with the package; any other is loaded by folder or hub id."""
+    table = tables.plain("model", ">MB", "")
+    for name in embedded_models():
+        folder = EMBEDDED / name
+        size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
+        table.add_row(f"[bold]{name}[/]", f"{size:.1f}", _first_paragraph(folder / "README.md"))
+    Console().print(table)
+
+
+def run() -> None:
+    """Run the command that the arguments name."""
+    app(prog_name="cpsbs")
+
+
+def _function(function: Function, plain: bool, references: list[str]) -> Any:
+    if function is Function.bleu:
+        return Bleu(references)
+    return Length() if function is Function.length else Entropy(rao_blackwell=not plain)
+
+
+def _first_paragraph(card: Path) -> str:
+    """Of a model card, behind its title."""
+    if not card.exists():
+        return ""
+    paragraphs = card.read_text(encoding="utf-8").split("\n\n")
+    return next(p for p in paragraphs if not p.startswith(("#", "---"))).strip()

@@ -1,0 +1,114 @@
+"""From options to beams, and from beams to records: what is told of a text's sequences."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from cpsbs.beams import Beams
+from cpsbs.cli.outputs import Record
+from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
+from cpsbs.estimators import estimate
+from cpsbs.functions import Entropy
+from cpsbs.metrics import diversity, sentence_bleu
+from cpsbs.text import TextModel, load
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How sequences are drawn."""
+
+    k: int
+    design: Design
+    temperature: float
+    nucleus: float | None
+    max_length: int
+    seed: int
+
+    def beams(self, model: TextModel, texts: list[str], numbers: list[int], **keep: Any) -> Beams:
+        """Of some of the texts; each has its own stream of random numbers, by its number."""
+        return model.beams(
+            [texts[i] for i in numbers],
+            self.k,
+            self.design,
+            max_length=self.max_length,
+            temperature=self.temperature,
+            nucleus=self.nucleus,
+            seed=self.seed,
+            streams=numbers,
+            **keep,
+        )
+
+    def again(self, repeat: int) -> Draw:
+        """The same with other random numbers, of seeds that nobody types."""
+        return replace(self, seed=self.seed + repeat * 2**32)
+
+
+def chosen_design(name: str, anneal: float | None) -> Design:
+    """By its name, annealed if that is asked for."""
+    if anneal is None:
+        return design_named(name)
+    if name != ConditionalPoissonDesign.name:
+        raise ValueError(f"--anneal is of conditional-poisson; --design is {name}")
+    return ConditionalPoissonDesign(anneal=anneal)
+
+
+def quiet_load(
+    name: str, device: str | None, dtype: str | None, trust_remote_code: bool
+) -> TextModel:
+    """A model, without the noise that loading one makes."""
+    try:
+        from transformers.utils import logging
+    except ImportError:
+        pass  # load says what is missing
+    else:
+        from huggingface_hub.utils import logging as hub_logging
+
+        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        hub_logging.set_verbosity(50)  # its retries are told once, when they are over
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"--dtype is {dtype!r}; allowed are float32, float16, bfloat16")
+    return load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def sampled(
+    beams: Beams,
+    model: TextModel,
+    texts: list[str],
+    numbers: list[int],
+    references: list[str] | None,
+) -> list[Record]:
+    """What is told of the sequences drawn for the texts with these numbers."""
+    records = []
+    entries = zip(numbers, model.texts(beams), beams.to_dict()["sources"], strict=True)
+    for i, drawn, entry in entries:
+        record = {"number": i, "text": texts[i], "texts": drawn}
+        if references is not None:
+            record["bleu"] = [sentence_bleu(y, references[i]) for y in drawn]
+        records.append(record | entry | {"settings": dict(beams.settings)})
+    return records
+
+
+def compared(
+    draw: Draw, model: TextModel, text: str, reference: str | None, likely: set[tuple[int, ...]]
+) -> Record:
+    """What one design does with a text; ``likely`` is what beam search finds."""
+    beams = draw.beams(model, [text], [0], joint=draw.k > 1, entropy=True)
+    texts = model.texts(beams)[0]
+    entry = beams.to_dict()["sources"][0]
+    record: Record = {"design": beams.design, "text": text, "texts": texts, **entry}
+    if reference is not None:
+        record["bleu"] = [sentence_bleu(y, reference) for y in texts]
+    different = dict(zip(map(tuple, beams.tokens(0)), entry["log_prob"], strict=True))
+    record["distinct"] = len(different)
+    record["shared"] = len(different.keys() & likely)
+    record["captured"] = math.fsum(math.exp(log_p) for log_p in different.values())
+    record["diversity"] = diversity(beams.tokens(0))
+    record["entropy"] = None
+    if draw.design.estimates:
+        record["entropy"] = estimate(beams, Entropy(rao_blackwell=True)).to_dicts()[0]
+    return record | {"settings": dict(beams.settings)}

@@ -1,0 +1,107 @@
+"""What people see on a terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from cpsbs.estimators import with_error
+
+Record = dict[str, Any]
+
+
+def plain(*columns: str, title: str | None = None) -> Table:
+    """A table with little ink; columns whose name begins with ``>`` are numbers, the last wraps."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    for column in columns:
+        justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
+        last = column == columns[-1]
+        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=not last)
+    return table
+
+
+def probability(log_p: float | None) -> str:
+    """Of a logarithm, short."""
+    if log_p is None:
+        return "–"
+    p = math.exp(log_p)
+    return f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
+
+
+def beam(record: Record) -> Table:
+    """The sequences of one source."""
+    scores = record.get("bleu")
+    table = plain(">p", ">π", *([">BLEU"] if scores else []), "", title=escape(record["text"]))
+    inclusion = record["log_inclusion"] or [None] * len(record["texts"])
+    shown = _readable(record["texts"])
+    for i, text in enumerate(shown):
+        score = [f"{100 * scores[i]:.1f}"] if scores else []
+        open_end = "" if record["finished"][i] else " [dim]… (not ended)[/]"
+        numbers = probability(record["log_prob"][i]), probability(inclusion[i])
+        table.add_row(*numbers, *score, text + open_end)
+    return table
+
+
+def membership(records: list[Record], most: int) -> Table:
+    """Every sequence that some design drew, and which ones did, the most probable first."""
+    found: dict[tuple[int, ...], tuple[float, str]] = {}
+    for record in records:
+        tokens = map(tuple, record["sequences"])
+        found |= dict(
+            zip(tokens, zip(record["log_prob"], record["texts"], strict=True), strict=True)
+        )
+    order = sorted(found, key=lambda y: -found[y][0])
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    for i in range(len(records)):
+        table.add_column(f"{i + 1}", justify="center", no_wrap=True)
+    table.add_column("p", justify="right", no_wrap=True)
+    table.add_column("", overflow="fold")
+    shown = _readable([found[y][1] for y in order])
+    for y, text in zip(order[:most], shown, strict=False):
+        marks = [_times(record["sequences"].count(list(y))) for record in records]
+        table.add_row(*marks, probability(found[y][0]), text)
+    rest = len(order) - most
+    if rest > 0:
+        table.add_row(*[""] * len(records), "", f"[dim]… and {rest} more, less probable[/]")
+    return table
+
+
+def _readable(texts: list[str]) -> list[str]:
+    """Texts to show; one that reads as another before it differs from that in its tokens."""
+    return [
+        escape(text) + (" [dim](in other tokens)[/]" if text in texts[:i] else "")
+        for i, text in enumerate(texts)
+    ]
+
+
+def _times(count: int) -> str:
+    return {0: "", 1: "●"}.get(count, str(count))
+
+
+def comparison(records: list[Record]) -> Table:
+    """A row for each design."""
+    scored = "bleu" in records[0]
+    columns = [">", "design", ">distinct", ">in top-k", ">Σp", ">D"]
+    columns += [">BLEU min", ">mean", ">max"] if scored else []
+    table = plain(*columns, ">entropy, nats")
+    for i, record in enumerate(records):
+        row = [
+            str(i + 1),
+            record["design"],
+            str(record["distinct"]),
+            str(record["shared"]),
+            f"{record['captured']:.3f}",
+            f"{record['diversity']:.2f}",
+        ]
+        if scored:
+            scores = record["bleu"]
+            three = (min(scores), sum(scores) / len(scores), max(scores))
+            row += [f"{100 * value:.1f}" for value in three]
+        entropy = record["entropy"]
+        shown = with_error(entropy["value"], entropy["standard_error"]) if entropy else "–"
+        table.add_row(*row, shown)
+    return table

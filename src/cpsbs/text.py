@@ -1,0 +1,229 @@
+"""From texts to beams: a transformers model with its tokenizer, loaded by name.
+
+model = cpsbs.load("en-fr")                          # comes with the package
+beams = model.beams(["A man rides a bicycle."], k=10, seed=0)
+model.texts(beams)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpsbs.beams import Beams
+from cpsbs.designs import Design
+from cpsbs.extras import required
+from cpsbs.inclusion import Models
+from cpsbs.models.transformers import TransformersModel
+from cpsbs.randomness import split_seed
+from cpsbs.search import search
+
+EMBEDDED = Path(__file__).parent / "embedded"
+"""The models that come with the package, a folder each."""
+
+MAX_LENGTH = 128
+"""The most new tokens where nothing is said, if the model has room for them."""
+
+
+def embedded_models() -> list[str]:
+    """Their names."""
+    return sorted(folder.parent.name for folder in EMBEDDED.glob("*/config.json"))
+
+
+def demonstration() -> list[tuple[str, str]]:
+    """Some English sentences with French references, written for this package."""
+    lines = (EMBEDDED / "demonstration.tsv").read_text(encoding="utf-8").splitlines()
+    return [(english, french) for english, french in (line.split("\t") for line in lines)]
+
+
+@dataclass(frozen=True, eq=False)
+class TextModel:
+    """A model that continues or translates texts."""
+
+    name: str
+    model: Any
+    """A transformers model, decoder-only or encoder–decoder."""
+    tokenizer: Any
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the model takes, if it says so.
+
+        For a decoder-only model the prompt and what follows count together.
+        """
+        stated = [
+            getattr(self.model.config, "max_position_embeddings", None),
+            self.tokenizer.model_max_length,
+        ]
+        limits = [n for n in stated if n is not None and n < 10**9]
+        return min(limits, default=None)
+
+    @property
+    def usual_length(self) -> int:
+        """The most new tokens, where nothing is said; a prompt needs room too."""
+        if self.longest is None:
+            return MAX_LENGTH
+        return min(MAX_LENGTH, self.longest if self.is_encoder_decoder else self.longest // 2)
+
+    @property
+    def is_encoder_decoder(self) -> bool:
+        """Whether a text is a source to be translated, not the beginning of what is sampled."""
+        return bool(self.model.config.is_encoder_decoder)
+
+    def token_counts(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens each text has, with those that the tokenizer adds."""
+        return [len(ids) for ids in self.tokenizer(list(texts)).input_ids]
+
+    def room(self, max_length: int) -> int | None:
+        """The most tokens a text may have, if there is a limit."""
+        if self.longest is None:
+            return None
+        return self.longest if self.is_encoder_decoder else self.longest - max_length
+
+    def beams(
+        self,
+        texts: Sequence[str],
+        k: int = 10,
+        design: str | Design = "conditional-poisson",
+        *,
+        max_length: int | None = None,
+        temperature: float = 1.0,
+        nucleus: float | None = None,
+        seed: int | None = None,
+        streams: Sequence[int] | None = None,
+        joint: bool = False,
+        entropy: bool = False,
+        path: bool = False,
+    ) -> Beams:
+        """Draw K sequences for every text; the arguments are those of ``search``.
+
+        Args:
+            texts: sources to translate, or beginnings to continue.
+            k: K.
+            design: by name or as an object.
+            max_length: the most new tokens; ``usual_length`` if it is None.
+            temperature: of the model.
+            nucleus: truncation to the most probable tokens, if any.
+            seed: for the random numbers; a fresh one is taken, and noted, if it is None.
+            streams: the number of each text's stream of random numbers; its place in the list, if
+                not said. With it, a text of a long list gets what it would get in another batch.
+            joint: keep joint inclusion probabilities, for error bars.
+            entropy: keep the entropies of the steps, for the Rao–Blackwellised entropy.
+            path: keep every step.
+        """
+        if max_length is None:
+            max_length = self.usual_length
+        self._check(texts, max_length)
+        if seed is None:
+            seed = int(torch.randint(2**62, ()))
+        numbers = range(len(texts)) if streams is None else streams
+        beams = search(
+            self.sequence_model(texts),
+            k,
+            design,
+            max_length=max_length,
+            temperature=temperature,
+            nucleus=nucleus,
+            generator=split_seed(seed, numbers, self.model.device),
+            joint=joint,
+            entropy=entropy,
+            path=path,
+        )
+        return replace(beams, settings={**beams.settings, "seed": seed})
+
+    def sequence_model(self, texts: Sequence[str]) -> TransformersModel:
+        """What the search asks for next tokens: the model with these texts, for one search."""
+        inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True)
+        inputs.pop("token_type_ids", None)
+        model = TransformersModel(self.model, **inputs.to(self.model.device))
+        model.name = self.name
+        return model
+
+    def repeated(self, texts: Sequence[str]) -> Models:
+        """From numbers of texts to a model of them, as ``hindsight_inclusion`` wants it."""
+
+        def of(numbers: Tensor) -> TransformersModel:
+            return self.sequence_model([texts[i] for i in numbers.tolist()])
+
+        return of
+
+    def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
+        """Lists of tokens as texts, without the tokens that are no text."""
+        texts: list[str] = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
+        return texts
+
+    def texts(self, beams: Beams) -> list[list[str]]:
+        """The sequences of every source as texts."""
+        return beams.decode(self.decode)
+
+    def _check(self, texts: Sequence[str], max_length: int) -> None:
+        if isinstance(texts, str):
+            raise ValueError("texts is one text; it must be a list of them: [text]")
+        if not texts:
+            raise ValueError("texts is empty; it must hold at least one text")
+        if self.longest is not None and max_length > self.longest:
+            raise ValueError(
+                f"max_length is {max_length}; {self.name} takes at most {self.longest} tokens"
+            )
+        room = self.room(max_length)
+        for i, (text, count) in enumerate(zip(texts, self.token_counts(texts), strict=True)):
+            if not text.strip():
+                raise ValueError(f"texts[{i}] is empty")
+            if room is not None and count > room:
+                raise ValueError(f"texts[{i}] has {count} tokens; {self.name} takes {room}")
+
+
+def load(
+    name: str,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    trust_remote_code: bool = False,
+) -> TextModel:
+    """A model and its tokenizer, sequence-to-sequence or causal.
+
+    Args:
+        name: of an embedded model (``en-fr``), a folder, or an id on the Hugging Face hub. Weights
+            are read from safetensors only.
+        device: a GPU if there is one, else the CPU.
+        dtype: float32 on a CPU, else what the weights are stored in.
+        trust_remote_code: whether a model may bring code of its own, which would be run.
+    """
+    required("transformers", "transformers")
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        AutoModelForSeq2SeqLM,
+        AutoTokenizer,
+    )
+
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if place.type == "cpu" else "auto"
+    where = str(EMBEDDED / name) if name in embedded_models() else name
+    code = {"trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(where, **code)
+        kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = kind.from_pretrained(
+            where, config=config, dtype=dtype, use_safetensors=True, **code
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(where, **code)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ValueError(
+            f"name is {name!r}; allowed are {', '.join(embedded_models())}, the folder of a model, "
+            f"or an id on the Hugging Face hub ({reason})"
+        ) from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if not config.is_encoder_decoder:
+        tokenizer.padding_side = "left"
+    return TextModel(name, model.to(place).eval(), tokenizer)

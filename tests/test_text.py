@@ -1,0 +1,96 @@
+"""Models loaded by name, and beams of texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpsbs
+from cpsbs.text import EMBEDDED, demonstration, embedded_models
+from tests.models.folders import causal_folder
+
+
+@pytest.fixture(scope="module")
+def model() -> cpsbs.TextModel:
+    return cpsbs.load("en-fr")
+
+
+def test_the_embedded_model_translates(model: cpsbs.TextModel) -> None:
+    beams = model.beams(["The dog is red."], k=4, design="top-k")
+    assert model.texts(beams)[0][0] == "Le chien est rouge."
+    assert model.model.dtype == torch.float32
+    assert beams.settings["model"] == "en-fr"
+
+
+def test_embedded_models_are_whole_and_small() -> None:
+    assert embedded_models() == ["en-fr"]
+    files = list((EMBEDDED / "en-fr").iterdir())
+    assert sum(file.stat().st_size for file in files) <= 26e6
+    assert max(file.stat().st_size for file in files) < 16e6
+    assert {file.suffix for file in files} <= {".json", ".safetensors", ".md"}
+    assert len(demonstration()) == 30
+
+
+def test_a_text_gets_the_same_draw_in_any_batch(model: cpsbs.TextModel) -> None:
+    texts = [english for english, _ in demonstration()[:4]]
+    together = model.beams(texts, 3, temperature=0.5, seed=7)
+    alone = model.beams([texts[2]], 3, temperature=0.5, seed=7, streams=[2])
+    assert alone.tokens(0) == together.tokens(2)
+    assert together.settings["seed"] == 7
+    torch.testing.assert_close(alone.log_inclusion[0], together.log_inclusion[2], atol=1e-4, rtol=0)  # type: ignore[index]
+
+
+def test_a_seed_that_was_not_given_is_noted(model: cpsbs.TextModel) -> None:
+    first = model.beams(["The dog is red."], 3)
+    again = model.beams(["The dog is red."], 3, seed=first.settings["seed"])
+    assert first.tokens(0) == again.tokens(0)
+
+
+def test_hindsight_inclusion_takes_a_text_model(model: cpsbs.TextModel) -> None:
+    texts = ["The dog is red."]
+    beams = model.beams(texts, 2, temperature=0.3, seed=0)
+    found = cpsbs.hindsight_inclusion(model.repeated(texts), beams, runs=2)
+    assert bool((found.log_value <= 0).all())
+
+
+def test_a_causal_model_continues_prompts(tmp_path: Path) -> None:
+    folder = str(causal_folder(tmp_path))
+    model = cpsbs.load(folder)
+    texts = ["the dog sees", "one old red house and"]
+    both = model.beams(texts, 3, max_length=5, seed=0)
+    assert both.sequences.shape[-1] <= 5
+    alone = model.beams(texts[:1], 3, max_length=5, seed=0)
+    assert alone.tokens(0) == both.tokens(0)
+    with pytest.raises(ValueError, match=r"texts\[0\] has 60 tokens; .* takes 59"):
+        model.beams([" ".join(["dog"] * 60)], 3, max_length=5)
+
+
+def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
+    folder = causal_folder(tmp_path)
+    weights = folder / "model.safetensors"
+    weights.rename(folder / "kept")
+    torch.save({}, folder / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="safetensors"):
+        cpsbs.load(str(folder))
+
+
+def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
+    with pytest.raises(ValueError, match="texts is one text"):
+        model.beams("The dog is red.")
+    with pytest.raises(ValueError, match="texts is empty"):
+        model.beams([])
+    with pytest.raises(ValueError, match=r"texts\[1\] is empty"):
+        model.beams(["Yes.", " "])
+    with pytest.raises(ValueError, match=r"texts\[0\] has \d+ tokens; en-fr takes 256"):
+        model.beams(["word " * 300])
+    with pytest.raises(ValueError, match="max_length is 500; en-fr takes at most 256 tokens"):
+        model.beams(["Yes."], max_length=500)
+
+
+def test_an_unknown_model_is_told_with_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"name is '.*nothing'; allowed are en-fr, the folder"):
+        cpsbs.load(str(tmp_path / "nothing"))
