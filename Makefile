@@ -3,10 +3,15 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test test-slow lint types bench format clean
+.PHONY: demo picture test test-slow lint types bench format clean
 
 demo: $(READY)
-	$(BIN)/python examples/inclusion.py
+	$(BIN)/cpsbs demo
+
+picture: $(READY)
+	$(BIN)/python examples/picture.py docs/demo.svg cpsbs demo
+	$(BIN)/python examples/picture.py docs/compare.svg cpsbs compare --temperature 0.5 --rows 16 \
+		"He forgot his keys on the kitchen table."
 
 test: $(READY)
 	$(BIN)/python -m pytest

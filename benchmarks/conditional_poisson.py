@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from benchmarks.tables import into_readme, table
 from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
 from cpsbs import ConditionalPoisson
 from tests.oracles import textbook_log_normalizer
@@ -98,36 +97,6 @@ def peak(k: int, n: int) -> float:
     x = weights(n)
     sample_with_inclusion(x[:100_000], k)  # what is loaded on first use is not the sample's
     return peak_bytes(lambda: sample_with_inclusion(x, k)) / (4 * n)
-
-
-def table(rows: list[dict[str, object]]) -> str:
-    """Rows as a Markdown table."""
-    names = list(rows[0])
-    cells = [[_cell(row[name]) for name in names] for row in rows]
-    lines = ["| " + " | ".join(names) + " |", "|" + "---:|" * len(names)]
-    return "\n".join(lines + ["| " + " | ".join(row) + " |" for row in cells])
-
-
-def into_readme(text: str, results: Mapping[str, object]) -> str:
-    """The README with these results in place of the tables behind ``<!-- table: NAME -->``.
-
-    Tables that the results know nothing of stay as they are.
-    """
-
-    def replacement(found: re.Match[str]) -> str:
-        if found[1] not in results:
-            return found[0]
-        rows = results[found[1]]
-        assert isinstance(rows, list)
-        return f"<!-- table: {found[1]} -->\n{table(rows)}\n"
-
-    return re.sub(r"<!-- table: (\w+) -->\n(?:\|.*\n)*", replacement, text)
-
-
-def _cell(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def main() -> None:

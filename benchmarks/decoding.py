@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.conditional_poisson import table
+from benchmarks.tables import table
 from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
 from cpsbs import DESIGNS, FunctionModel, TransformersModel, search
 from cpsbs.designs import Candidates, Design, Selection, design_named

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.conditional_poisson import into_readme, table
+from benchmarks.tables import into_readme, table
 from benchmarks.timing import machine
 from cpsbs import Beams, TransformersModel, estimate, search
 from cpsbs.functions import Bleu, Entropy

@@ -18,6 +18,8 @@ from sacrebleu.metrics.bleu import BLEU
 from sacrebleu.metrics.chrf import CHRF
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
+from benchmarks.tables import into_readme
+
 
 @torch.no_grad()
 def translations(
@@ -46,6 +48,7 @@ def main() -> None:
     parser.add_argument("--beams", type=int, default=5)
     parser.add_argument("--batch-size", type=int, default=256)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--card", type=Path, help="also fill in the table of this model card")
     parser.add_argument("--translations", type=Path, help="write them to this folder")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
@@ -72,6 +75,21 @@ def main() -> None:
             (given.translations / f"{source.stem}.txt").write_text(text, encoding="utf-8")
     if given.json:
         given.json.write_text(json.dumps(results, indent=1) + "\n")
+    if given.card:
+        card = given.card.read_text(encoding="utf-8")
+        given.card.write_text(into_readme(card, {"scores": shown(results)}), encoding="utf-8")
+
+
+def shown(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As the model card has it: scores to one digit, without the signatures."""
+    return [
+        {
+            name: f"{value:.1f}" if isinstance(value, float) else value
+            for name, value in row.items()
+            if not name.endswith("signature")
+        }
+        for row in results
+    ]
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def sample(
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: RemoteCode = False,
-    batch_size: BatchSize = 16,
+    batch_size: BatchSize = 32,
     output: Output = None,
     json_lines: Json = False,
 ) -> None:
@@ -154,7 +154,7 @@ def estimate_command(
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: RemoteCode = False,
-    batch_size: BatchSize = 16,
+    batch_size: BatchSize = 32,
     output: Output = None,
     json_lines: Json = False,
 ) -> None:
@@ -282,9 +282,11 @@ def demo(
             draw = Draw(k, design_named(name), temperature, None, loaded.usual_length, seed)
             beams = draw.beams(loaded, [text], [0], joint=k > 1, entropy=True)
             if name == "conditional-poisson":
-                console.print(f"{k} different translations, by {name}; reference: {reference}\n")
+                console.print(f"{k} different translations, drawn by {name}. BLEU is against")
+                console.print(f"[italic]{reference}[/]\n")
                 console.print(tables.beam(sampled(beams, loaded, [text], [0], [reference])[0]))
-                console.print("Expectations over all translations that the model can make:\n")
+                console.print("Expectations over all translations that the model can make:")
+            console.print(f"\nby {name}", style="bold")
             for f in (Bleu([reference]), Entropy(rao_blackwell=True)):
                 console.print(str(estimate(beams, f, decode=loaded.decode)), markup=False)
         console.print("\nMore: cpsbs sample, estimate, compare, designs, models; -h tells how.")

@@ -7,6 +7,7 @@ P·V candidates. It knows nothing of sequences; the search knows nothing of weig
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -103,8 +104,13 @@ class Design(ABC):
     estimates: bool = True
 
     def __repr__(self) -> str:
-        public = {name: value for name, value in vars(self).items() if not name.startswith("_")}
-        settings = ", ".join(f"{name}={value!r}" for name, value in public.items())
+        """The name, and the settings that are not the usual ones."""
+        usual = inspect.signature(type(self)).parameters
+        settings = ", ".join(
+            f"{name}={value!r}"
+            for name, value in vars(self).items()
+            if name in usual and value != usual[name].default
+        )
         return f"{self.name}({settings})" if settings else self.name
 
     def roots(self, k: int) -> int:
