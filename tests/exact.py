@@ -23,7 +23,7 @@ def extensions(model: TableModel, beam: Beam, p: dict[Prefix, float]) -> dict[Pr
         if y and y[-1] in model.eos:
             out[y] = p[y]
             continue
-        for token, q in enumerate(model._tables[0][y]):
+        for token, q in enumerate(model.tables[0][y]):
             if q > 0:
                 out[(*y, token)] = p[y] * q
     return out

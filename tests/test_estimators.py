@@ -42,7 +42,7 @@ TRUTH = sum(p * f(y) for y, p in ALL.items())
 
 
 def copies(model: TableModel, sources: int) -> TableModel:
-    return TableModel(model._tables * sources, model.eos[0])
+    return TableModel(model.tables * sources, model.eos[0])
 
 
 def many(design: str | Design, k: int, draws: int, seed: int = 0, **kwargs: Any) -> Beams:
@@ -159,7 +159,7 @@ def test_both_entropies_have_the_same_expectation() -> None:
     steps = 0.0
     for y, p in ALL.items():
         for t in range(len(y)):
-            row = MODEL._tables[0][y[:t]]
+            row = MODEL.tables[0][y[:t]]
             steps -= p * math.fsum(q * math.log(q) for q in row)
     assert steps == pytest.approx(plain, rel=1e-12)
 
@@ -442,7 +442,6 @@ def test_an_estimate_says_how_it_was_made() -> None:
         "E[entropy][0] = ",
         " ± ",
         "conditional-poisson",
-        "weights='odds'",
         "K=3",
         "temperature 0.5",
         "max_length 3",

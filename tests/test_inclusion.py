@@ -43,7 +43,7 @@ for _path in PATHS:
 
 
 def models(sources: Tensor) -> TableModel:
-    return TableModel([MODEL._tables[0] for _ in sources.tolist()], 0)
+    return TableModel([MODEL.tables[0] for _ in sources.tolist()], 0)
 
 
 def some_beams(seed: int = 0, k: int = K) -> Beams:
@@ -113,7 +113,7 @@ def test_empty_places_do_not_hide_sequences() -> None:
     model = TableModel.random(vocab_size=2, length=3, eos=0, seed=5)
     beams = search(model, 5, max_length=3)
     assert int(beams.present.sum()) == 4
-    result = monte_carlo_inclusion(lambda rows: TableModel(model._tables * len(rows), 0), beams, 10)
+    result = monte_carlo_inclusion(lambda rows: TableModel(model.tables * len(rows), 0), beams, 10)
     assert torch.equal(result.log_value[beams.present], torch.zeros(4).double())
     assert bool(result.log_value[~beams.present].isnan().all())
 

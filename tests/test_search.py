@@ -27,7 +27,7 @@ ALL = MODEL.sequences(3)
 
 def copies(model: TableModel, sources: int) -> TableModel:
     """The same distribution for many sources: as many independent searches in one batch."""
-    return TableModel(model._tables * sources, model.eos[0])
+    return TableModel(model.tables * sources, model.eos[0])
 
 
 def generator(seed: int) -> torch.Generator:
@@ -117,7 +117,7 @@ def brute_force_beam(model: TableModel, k: int, length: int) -> list[Prefix]:
             if y and y[-1] in model.eos:
                 candidates[y] = p
             else:
-                row = model._tables[0][y]
+                row = model.tables[0][y]
                 candidates |= {(*y, v): p * q for v, q in enumerate(row) if q > 0}
         beam = dict(sorted(candidates.items(), key=lambda item: -item[1])[:k])
     return list(beam)
@@ -204,7 +204,7 @@ def test_weighted_sums_are_unbiased(design: str) -> None:
 
 
 def test_temperature_and_nucleus_change_the_model() -> None:
-    tempered = {y: [q**2 for q in row] for y, row in MODEL._tables[0].items()}
+    tempered = {y: [q**2 for q in row] for y, row in MODEL.tables[0].items()}
     tempered = {y: [q / sum(row) for q in row] for y, row in tempered.items()}
     exact = TableModel(tempered, 0).sequences(3)
     beams = search(MODEL, 100, "top-k", max_length=3, temperature=0.5)
@@ -262,7 +262,7 @@ def test_a_source_does_not_depend_on_the_batch(design: str) -> None:
     model = TableModel.random(vocab_size=6, length=4, eos=0, sources=5, seed=3)
     together = search(model, 4, design, max_length=4, generator=split_seed(7, 5))
     for b in range(5):
-        alone = TableModel(model._tables[b], 0)
+        alone = TableModel(model.tables[b], 0)
         one = search(alone, 4, design, max_length=4, generator=split_seed(7, 5)[b : b + 1])
         assert one.tokens(0) == together.tokens(b)
         torch.testing.assert_close(one.log_prob[0], together.log_prob[b])

@@ -67,6 +67,17 @@ def test_a_causal_model_continues_prompts(tmp_path: Path) -> None:
         model.beams([" ".join(["dog"] * 60)], 3, max_length=5)
 
 
+def test_a_model_of_ones_own_is_padded_on_the_right_side(tmp_path: Path) -> None:
+    loaded = cpsbs.load(str(causal_folder(tmp_path)))
+    loaded.tokenizer.padding_side, loaded.tokenizer.pad_token = "right", None
+    own = cpsbs.TextModel("mine", loaded.model, loaded.tokenizer)
+    texts = ["the dog sees", "one old red house and"]
+    together = own.beams(texts, 3, max_length=4, seed=0)
+    alone = own.beams(texts[:1], 3, max_length=4, seed=0)
+    assert together.tokens(0) == alone.tokens(0)
+    torch.testing.assert_close(together.log_prob[:1], alone.log_prob, atol=1e-5, rtol=0)
+
+
 def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
     folder = causal_folder(tmp_path)
     weights = folder / "model.safetensors"
@@ -74,6 +85,12 @@ def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="safetensors"):
         cpsbs.load(str(folder))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_told() -> None:
+    with pytest.raises(ValueError, match="device is cuda, but torch finds no GPU"):
+        cpsbs.load("en-fr", device="cuda")
 
 
 def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
@@ -89,8 +106,6 @@ def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
         model.beams(["Yes."], max_length=500)
 
 
-def test_an_unknown_model_is_told_with_what_there_is(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_an_unknown_model_is_told_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"name is '.*nothing'; allowed are en-fr, the folder"):
         cpsbs.load(str(tmp_path / "nothing"))

@@ -65,7 +65,7 @@ def main() -> None:
         row: dict[str, Any] = {"set": source.stem, "sentences": len(texts), "beams": given.beams}
         for metric in (BLEU(), CHRF()):
             score = metric.corpus_score(found, [references])
-            row[score.name] = round(score.score, 2)
+            row[score.name] = score.score
             row[f"{score.name} signature"] = str(metric.get_signature())
         print(json.dumps(row), flush=True)
         results.append(row)
@@ -81,10 +81,10 @@ def main() -> None:
 
 
 def shown(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the model card has it: scores to one digit, without the signatures."""
+    """As the model card has it: scores to two digits, without the signatures."""
     return [
         {
-            name: f"{value:.1f}" if isinstance(value, float) else value
+            name: f"{value:.2f}" if isinstance(value, float) else value
             for name, value in row.items()
             if not name.endswith("signature")
         }

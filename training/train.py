@@ -1,6 +1,6 @@
 """Train the English–French model on one GPU.
 
-    python -m training.train --prepared FOLDER --dev newstest2013.en newstest2013.fr --out FOLDER
+    python -m training.train --prepared DIR --dev EN FR --work DIR --out DIR
 
 Started again, it goes on from its last checkpoint. The result, an ordinary folder of transformers
 in half precision, is put in place when it is complete.
@@ -156,27 +156,33 @@ class Trainer:
             tensor.copy_(saved[name])
 
 
-def save(trainer: Trainer, file: Path, **numbers: int) -> None:
-    """Put a checkpoint where the last one was, at once or not at all."""
+def save(trainer: Trainer, file: Path, step: int, epoch: int, done: int) -> None:
+    """Put a checkpoint where the last one was, at once or not at all.
+
+    ``done`` batches of the epoch were seen.
+    """
     state = {name: tensor.cpu() for name, tensor in trainer.state().items()}
     state["random"] = torch.get_rng_state()
     if trainer.device.type == "cuda":
         state["cuda_random"] = torch.cuda.get_rng_state()
     partial_file = file.with_suffix(".partial")
-    save_file(state, partial_file, {name: str(number) for name, number in numbers.items()})
+    place = {"step": step, "epoch": epoch, "done": done, "recipe": asdict(trainer.recipe)}
+    save_file(state, partial_file, {"place": json.dumps(place)})
     os.replace(partial_file, file)
 
 
-def restored(trainer: Trainer, file: Path) -> dict[str, int]:
-    """Go back to a checkpoint; returns its numbers."""
+def restored(trainer: Trainer, file: Path) -> tuple[int, int, int]:
+    """Go back to a checkpoint; returns its step, epoch and batches done."""
     with safe_open(file, "pt") as stored:
         state = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        numbers = {name: int(number) for name, number in stored.metadata().items()}
+        place = json.loads(stored.metadata()["place"])
+    if place["recipe"] != asdict(trainer.recipe):
+        raise ValueError(f"{file} is of another recipe: {place['recipe']}")
     torch.set_rng_state(state.pop("random"))
     if trainer.device.type == "cuda":
         torch.cuda.set_rng_state(state.pop("cuda_random"))
     trainer.restore(state)
-    return numbers
+    return place["step"], place["epoch"], place["done"]
 
 
 class Corpus:
@@ -218,8 +224,7 @@ def train(
     if trainer.device.type == "cuda":
         trainer.record(next(corpus.epoch(0, True)))
     if checkpoint.exists():
-        numbers = restored(trainer, checkpoint)
-        step, epoch, done = numbers["step"], numbers["epoch"], numbers["done"]
+        step, epoch, done = restored(trainer, checkpoint)
         log(step=step, resumed=True)
     while step < recipe.steps:
         dropout = step - done < recipe.subword_dropout * recipe.steps
@@ -255,7 +260,6 @@ def export(model: Any, tokenizer: Path, out: Path) -> None:
         model_max_length=256,
         model_input_names=["input_ids", "attention_mask"],
     ).save_pretrained(partial_folder)
-    shutil.rmtree(out, ignore_errors=True)
     partial_folder.rename(out)
 
 
@@ -280,6 +284,8 @@ def make_model(
     device: str = "cuda",
 ) -> None:
     """From prepared text to a folder that transformers reads."""
+    if out.exists():
+        raise ValueError(f"out is {out}, which is there already; it is not overwritten")
     work.mkdir(parents=True, exist_ok=True)
     log = partial(write_log, work / "log.jsonl", time.monotonic())
     place = torch.device(device)

@@ -28,6 +28,10 @@ from torch import Tensor
 from cpsbs.beams import Beams
 from cpsbs.uncertainty import one_beam_variance, student_quantile
 
+AGREEMENT = 1e-14
+"""Variances below this, relative to the square of the value, are the rounding of beams that agree;
+log-probabilities are in float32."""
+
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 
 
@@ -188,10 +192,17 @@ def estimate(
     total = (weights[..., None] * values).sum(2)
     norm = weights.sum(-1, keepdim=True)
     value = total.mean(0) / norm.mean(0) if normalize else total.mean(0)
+    merged = [_merged(several, log_weights, b) for b in range(len(known))]
+    captured = torch.tensor([sum(math.exp(p) for _, p in m.values()) for m in merged])
     if len(several) > 1:
         # Of the mean of R independent ones; of a ratio of means, by linearisation.
         error = (total - norm * value) / norm.mean(0) if normalize else total
-        variance: Tensor | None = error.var(0) / len(several)
+        spread = error.var(0) / len(several)
+        # Beams that agree do not tell how often others would not, unless they hold all there is.
+        told = (spread > AGREEMENT * value.square()) | (
+            captured.to(spread.device)[:, None] > 1 - 1e-9
+        )
+        variance: Tensor | None = torch.where(told, spread, math.nan)
         freedom = torch.full((len(known),), float(len(several) - 1))
     elif log_inclusion is None:
         scale = norm[0] if normalize else None
@@ -200,7 +211,6 @@ def estimate(
     else:
         variance, freedom = None, torch.full((len(known),), math.inf)
     scalar = all(v.ndim == 0 for table in known for v in table.values())
-    merged = [_merged(several, log_weights, b) for b in range(len(known))]
     seeds = [b.settings.get("seed") for b in several]
     source = "unbiased weights" if log_inclusion is None else "given inclusion"
     return Estimate(
@@ -209,7 +219,7 @@ def estimate(
         freedom=freedom,
         distinct=torch.tensor([len(m) for m in merged]),
         effective_size=torch.tensor([_effective_size([w for w, _ in m.values()]) for m in merged]),
-        captured=torch.tensor([sum(math.exp(p) for _, p in m.values()) for m in merged]),
+        captured=captured,
         sum_of_weights=log_weights.exp().sum(-1).mean(0).cpu(),
         function=name or str(getattr(f, "name", getattr(f, "__name__", type(f).__name__))),
         estimator=source + (", normalised" if normalize else ""),

@@ -48,6 +48,12 @@ class Streams:
         return torch.rand(size, dtype=torch.float64, device=self._device, generator=generator)
 
 
+def fresh_seed(generator: torch.Generator | None) -> int:
+    """A seed, drawn from a generator, or from torch's own."""
+    device = torch.device("cpu") if generator is None else generator.device
+    return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
 def split_seed(
     seed: int, sources: int | Sequence[int], device: torch.device | str = "cpu"
 ) -> list[torch.Generator]:
@@ -60,7 +66,11 @@ def split_seed(
 
 
 def _mixed(seed: int, i: int) -> int:
-    """64 bits (splitmix64), such that neighbouring seeds and sources share nothing."""
+    """64 bits (splitmix64), in which neighbouring seeds and sources have nothing in common.
+
+    Torch's generator on a CPU uses 32 of them, so that among 10⁵ sources one or two pairs may have
+    the same stream.
+    """
     mixed = (seed * 0x9E3779B97F4A7C15 + i * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) % 2**64
     mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
     mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64

@@ -17,7 +17,7 @@ from torch import Tensor
 from cpsbs.beams import Beams, Step
 from cpsbs.designs import Candidates, Design, Selection, design_named
 from cpsbs.models.base import SequenceModel
-from cpsbs.randomness import Generators, Streams, split_seed
+from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def search(
         path: keep every step.
     """
     chosen = design_named(design)
-    _check(k, max_length, temperature, nucleus)
+    check_settings(k, max_length, temperature, nucleus)
     if not hasattr(model, "start"):
         raise ValueError(
             f"model is a {type(model).__name__}, which has no start(); "
@@ -113,7 +113,7 @@ def search(
     seed = None
     if not isinstance(generator, Sequence):
         # A seed for all, from which each source gets a stream of its own.
-        seed = generator if isinstance(generator, int) else _fresh_seed(generator)
+        seed = generator if isinstance(generator, int) else fresh_seed(generator)
         generator = split_seed(seed, model.sources, model.device)
     settings = {
         "design": repr(chosen),
@@ -159,12 +159,8 @@ def search(
     return _collected(done, chosen, model.pad, settings, tuple(steps) if path else None)
 
 
-def _fresh_seed(generator: torch.Generator | None) -> int:
-    device = torch.device("cpu") if generator is None else generator.device
-    return int(torch.randint(2**62, (), generator=generator, device=device))
-
-
-def _check(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
+def check_settings(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
+    """Refuse what no search can have."""
     if isinstance(k, bool) or not isinstance(k, int) or k < 1:
         raise ValueError(f"k is {k!r}; allowed are integers from 1 on")
     if max_length < 1:

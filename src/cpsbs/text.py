@@ -20,7 +20,7 @@ from cpsbs.designs import Design
 from cpsbs.extras import required
 from cpsbs.inclusion import Models
 from cpsbs.models.transformers import TransformersModel
-from cpsbs.randomness import split_seed
+from cpsbs.randomness import fresh_seed, split_seed
 from cpsbs.search import search
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -49,6 +49,9 @@ class TextModel:
     model: Any
     """A transformers model, decoder-only or encoder–decoder."""
     tokenizer: Any
+
+    def __post_init__(self) -> None:
+        self.model.eval()  # with dropout there is no one distribution to sample from
 
     @property
     def longest(self) -> int | None:
@@ -116,11 +119,14 @@ class TextModel:
             entropy: keep the entropies of the steps, for the Rao–Blackwellised entropy.
             path: keep every step.
         """
+        if isinstance(texts, str):
+            raise ValueError("texts is one text; it must be a list of them: [text]")
+        texts = list(texts)
         if max_length is None:
             max_length = self.usual_length
         self._check(texts, max_length)
         if seed is None:
-            seed = int(torch.randint(2**62, ()))
+            seed = fresh_seed(None)
         numbers = range(len(texts)) if streams is None else streams
         beams = search(
             self.sequence_model(texts),
@@ -138,7 +144,11 @@ class TextModel:
 
     def sequence_model(self, texts: Sequence[str]) -> TransformersModel:
         """What the search asks for next tokens: the model with these texts, for one search."""
-        inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True)
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        # A prompt must end where the model goes on.
+        side = "right" if self.is_encoder_decoder else "left"
+        inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True, padding_side=side)
         inputs.pop("token_type_ids", None)
         model = TransformersModel(self.model, **inputs.to(self.model.device))
         model.name = self.name
@@ -161,25 +171,30 @@ class TextModel:
         """The sequences of every source as texts."""
         return beams.decode(self.decode)
 
-    def _check(self, texts: Sequence[str], max_length: int) -> None:
-        if isinstance(texts, str):
-            raise ValueError("texts is one text; it must be a list of them: [text]")
-        if not texts:
-            raise ValueError("texts is empty; it must hold at least one text")
+    def unusable(self, texts: Sequence[str], max_length: int) -> dict[int, str]:
+        """By number, what is wrong with the texts that cannot be taken."""
         if self.longest is not None and max_length > self.longest:
             raise ValueError(
                 f"max_length is {max_length}; {self.name} takes at most {self.longest} tokens"
             )
         room = self.room(max_length)
+        wrong = {}
         for i, (text, count) in enumerate(zip(texts, self.token_counts(texts), strict=True)):
             if not text.strip():
-                raise ValueError(f"texts[{i}] is empty")
-            if room is not None and count > room:
-                raise ValueError(f"texts[{i}] has {count} tokens; {self.name} takes {room}")
+                wrong[i] = "is empty"
+            elif room is not None and count > room:
+                wrong[i] = f"has {count} tokens; {self.name} takes {room}"
+        return wrong
+
+    def _check(self, texts: Sequence[str], max_length: int) -> None:
+        if not texts:
+            raise ValueError("texts is empty; it must hold at least one text")
+        for i, reason in self.unusable(texts, max_length).items():
+            raise ValueError(f"texts[{i}] {reason}")
 
 
 def load(
-    name: str,
+    name: str | Path,
     *,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
@@ -205,25 +220,50 @@ def load(
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = torch.device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device}, but torch finds no GPU here")
     if dtype is None:
         dtype = torch.float32 if place.type == "cpu" else "auto"
+    name = str(name)
     where = str(EMBEDDED / name) if name in embedded_models() else name
     code = {"trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(where, **code)
         kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = kind.from_pretrained(
-            where, config=config, dtype=dtype, use_safetensors=True, **code
+        model, loading = kind.from_pretrained(
+            where,
+            config=config,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            **code,
         )
         tokenizer: Any = AutoTokenizer.from_pretrained(where, **code)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # of many kinds, for many reasons
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"name is {name!r}; allowed are {', '.join(embedded_models())}, the folder of a model, "
             f"or an id on the Hugging Face hub ({reason})"
         ) from error
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    if not config.is_encoder_decoder:
-        tokenizer.padding_side = "left"
+    _check_model(name, model, tokenizer, loading["missing_keys"])
     return TextModel(name, model.to(place).eval(), tokenizer)
+
+
+def _check_model(name: str, model: Any, tokenizer: Any, missing: Sequence[str]) -> None:
+    """Refuse what would be sampled from without making sense."""
+    if missing:
+        raise ValueError(
+            f"name is {name!r}, which has no weights for {sorted(missing)[0]} and others: it is no "
+            "model that generates text"
+        )
+    if getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"name is {name!r}, a {type(model).__name__}: models with a recurrent state cannot "
+            "follow several hypotheses"
+        )
+    size = model.get_input_embeddings().weight.shape[0]
+    if not 1 < len(tokenizer) <= size:
+        raise ValueError(
+            f"name is {name!r}, whose tokenizer has {len(tokenizer)} tokens for {size} of the "
+            "model; does the folder have the right one?"
+        )

@@ -59,10 +59,13 @@ def one_beam_variance(
         # Where nothing was left out nothing is random, and the difference is rounding.
         magnitude = torch.einsum("bij,bid,bjd->bd", ratio, values.abs(), values.abs())
         variance = torch.where(variance.abs() < 1e-12 * magnitude, 0.0, variance)
-        if scale is not None:
-            known = ratio.sum((1, 2)) >= 0.5
-            variance = torch.where(known[:, None], variance, math.nan)
-        return variance, many
+        if scale is None:
+            # All taken for certain, and yet not all that there is: it does not know what is left.
+            total = (weight * unit.exp()[:, None]).sum(-1, keepdim=True)
+            known = (variance != 0) | ((total - 1).abs() < 1e-6)
+        else:
+            known = (ratio.sum((1, 2)) >= 0.5)[:, None]
+        return torch.where(known, variance, math.nan), many
     if beams.design == "gumbel-top-k" and beams.log_inclusion is not None and beams.k > 1:
         left = -torch.expm1(beams.log_inclusion)
         spread = (torch.where(beams.present, left, 0.0)[..., None] * terms.square()).sum(1)

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import cpsbs
+from cpsbs.cli import commands
 from cpsbs.cli.commands import app
 from cpsbs.text import demonstration
 
@@ -99,6 +101,23 @@ def test_estimates_of_repeats_are_of_independent_beams() -> None:
     assert one["settings"]["seed"] == several["settings"]["seed"][0] == 0
     assert plain["function"] == "entropy"
     assert one["interval_95"][0] < one["value"] < one["interval_95"][1]
+    assert several["standard_error"] > 0
+
+
+def test_hindsight_has_a_stream_for_every_batch() -> None:
+    arguments = ["estimate", "length", "Yes.", "Yes.", "Yes.", "-k", "2", "--batch-size", "1"]
+    arguments += ["--design", "conditional-poisson", "--estimator", "hindsight", "--runs", "1"]
+    with pytest.MonkeyPatch.context() as patch:
+        seeds = []
+
+        def noted(*given: Any, generator: torch.Generator, **more: Any) -> Any:
+            seeds.append(generator.initial_seed())
+            return cpsbs.hindsight_inclusion(*given, generator=generator, **more)
+
+        patch.setattr(commands, "hindsight_inclusion", noted)
+        found = records(run(*arguments).stdout)
+    assert len(set(seeds)) == 3
+    assert [record["runs"] for record in found] == [1, 1, 1]
 
 
 def test_compare_lists_every_design() -> None:
@@ -150,7 +169,11 @@ def test_demo_shows_the_main_job() -> None:
         (["estimate", "bleu", "Yes.", "-r", "a", "-r", "b"], None, "2 references for 1 texts"),
         (["estimate", "length", "Yes.", "--design", "top-k"], None, "cannot estimate"),
         (["estimate", "length", "Yes.", "--estimator", "hindsight"], None, "conditional-poisson"),
-        (["compare", " "], None, "text 1 is empty"),
+        (["compare", " "], None, "text 1 is empty; nothing was done. Mend it\n"),
+        (["sample", "Yes.", "--max-length", "999"], None, "takes at most 256 tokens"),
+        (["sample", "--skip"], "\n\n", "text 1 is empty"),
+        (["estimate", "length", "Yes.", "--plain"], None, "--plain is for entropy"),
+        (["estimate", "bleu", "Yes.", "--reference-file", "no"], None, "--reference-file is no"),
         (["demo", "99"], None, "there are 30 sentences"),
     ],
 )

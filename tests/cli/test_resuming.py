@@ -145,6 +145,14 @@ def test_a_crash_before_the_first_record(cut: int, tmp_path: Path) -> None:
     assert partial.read_bytes().startswith(whole)
 
 
+def test_a_command_that_got_nowhere_is_in_nobodys_way(tmp_path: Path) -> None:
+    begun(tmp_path / "out.jsonl").close()
+    with closing(ResumableFile(tmp_path / "out.jsonl", {"seed": 2}, 5)) as sink:
+        sink.write([{"number": 0, "settings": {}}])
+    with pytest.raises(ValueError, match="it differs in k, seed"):
+        begun(tmp_path / "out.jsonl")
+
+
 def test_a_last_step_that_fails_loses_nothing(tmp_path: Path) -> None:
     file = tmp_path / "out.jsonl"
     (tmp_path / "out.jsonl.whole").mkdir()  # in the way
@@ -166,10 +174,11 @@ def test_what_is_not_of_this_job_is_not_touched(tmp_path: Path) -> None:
     with closing(begun(file)) as sink, pytest.raises(RuntimeError, match="1 of 5 results"):
         sink.finish()
     assert partial.read_bytes() == before
-    partial.write_text("my notes\n")
-    with pytest.raises(ValueError, match="is not of cpsbs"):
-        begun(file)
-    assert partial.read_text() == "my notes\n"
+    for notes in ("my notes\n", "my notes", '{"job": "mine"}\n'):
+        partial.write_text(notes)
+        with pytest.raises(ValueError, match="is not of cpsbs"):
+            begun(file)
+        assert partial.read_text() == notes
     file.write_text("my own\n")
     with pytest.raises(ValueError, match="is there already"):
         begun(file)
@@ -195,7 +204,8 @@ def test_parquet_holds_the_same(texts: Path, causal: Path, tmp_path: Path, expec
 
 
 def test_a_pipe_that_closes_is_no_error(texts: Path, causal: Path) -> None:
-    arguments = command(texts, causal, Path("unused"))[:-2]
+    texts.write_text("".join(f"{line}\n" for line in LINES * 10))  # more than a pipe holds
+    arguments = [sys.executable, "-m", "cpsbs", "sample", "-f", str(texts), "-m", str(causal)]
     pipe = subprocess.PIPE
     with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True) as running:
         assert running.stdout is not None
@@ -203,4 +213,5 @@ def test_a_pipe_that_closes_is_no_error(texts: Path, causal: Path) -> None:
         first = json.loads(running.stdout.readline())
         running.stdout.close()
         assert first["text"] == LINES[0]
-        assert "Traceback" not in running.stderr.read()
+        assert running.stderr.read() == ""
+    assert running.returncode == 0

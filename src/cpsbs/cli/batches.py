@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,12 +18,10 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from cpsbs.cli.outputs import Sink
+from cpsbs.cli.outputs import Record, Sink
 
 WINDOW = 64
 """Batches whose texts are sorted by length together. Results of a window come in any order."""
-
-Record = dict[str, Any]
 
 
 def batches(lengths: Sequence[int], numbers: Sequence[int], size: int) -> Iterator[list[int]]:
@@ -41,14 +38,15 @@ def go_through(
     numbers: Sequence[int],
     size: int,
     sink: Sink,
+    progress: bool,
 ) -> None:
     """Do the work for every batch that is not done yet.
 
     A batch of which a part is done is computed again as a whole, so that a resumed run computes
     what an uninterrupted one does.
     """
-    with _progress(several=len(numbers) > size) as progress:
-        task = progress.add_task("", total=len(numbers), completed=len(sink.done))
+    with _progress(progress and len(numbers) > size) as bar:
+        task = bar.add_task("", total=len(numbers), completed=len(sink.done))
         for batch in batches(lengths, numbers, size):
             missing = [i for i in batch if i not in sink.done]
             if not missing:
@@ -61,7 +59,7 @@ def go_through(
                     f"try --batch-size {max(1, size // 4)}"
                 ) from error
             sink.write([r for r in records if r["number"] in missing])
-            progress.advance(task, len(missing))
+            bar.advance(task, len(missing))
 
 
 class _Rate(ProgressColumn):
@@ -72,8 +70,8 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
 
 
-def _progress(several: bool) -> Progress:
-    """On standard error, if somebody looks at it and there is more than one batch."""
+def _progress(wanted: bool) -> Progress:
+    """On standard error, if somebody looks at it."""
     return Progress(
         TextColumn("{task.percentage:>3.0f} %"),
         BarColumn(),
@@ -83,6 +81,6 @@ def _progress(several: bool) -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe must stay there
-        disable=not (several and sys.stderr.isatty()),
+        redirect_stdout=False,  # what goes into a pipe must stay there
+        disable=not (wanted and sys.stderr.isatty()),
     )

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
-from rich.markup import escape
+from rich.text import Text
 
 from cpsbs import __version__
 from cpsbs.cli import tables
-from cpsbs.cli.draws import Draw, chosen_design, compared, quiet_load, sampled
-from cpsbs.cli.inputs import read_references, read_texts, refuse, unusable
+from cpsbs.cli.draws import chosen_design, compared, drawing, quiet_load, sampled
+from cpsbs.cli.inputs import read_references, read_texts, refuse
 from cpsbs.cli.options import (
     DRAW,
     INPUT,
@@ -43,11 +41,13 @@ from cpsbs.cli.options import (
     Texts,
 )
 from cpsbs.cli.outputs import Record
-from cpsbs.cli.running import EPILOG, errors_told, go, job_of, print_json, shown
-from cpsbs.designs import DESIGNS, design_named
+from cpsbs.cli.reproduce import reproduce
+from cpsbs.cli.running import EPILOG, Task, errors_told, for_programs, print_json, shown
+from cpsbs.designs import DESIGNS, Design, design_named
 from cpsbs.estimators import estimate
 from cpsbs.functions import Bleu, Entropy, Length
 from cpsbs.inclusion import hindsight_inclusion
+from cpsbs.randomness import split_seed
 from cpsbs.text import EMBEDDED, demonstration, embedded_models
 
 app = typer.Typer(
@@ -102,16 +102,14 @@ def sample(
         found = read_texts(texts, file)
         references = read_references(reference, reference_file, len(found))
         loaded = quiet_load(model, device, dtype, trust_remote_code)
-        longest = max_length or loaded.usual_length
-        draw = Draw(k, chosen, temperature, nucleus, longest, seed)
+        draw = drawing(loaded, k, chosen, temperature, nucleus, max_length, seed)
 
         def work(numbers: list[int]) -> list[Record]:
             beams = draw.beams(loaded, found, numbers)
             return sampled(beams, loaded, found, numbers, references)
 
-        job = job_of("sample", draw, loaded, found, references, batch_size)
-        show = shown(json_lines, tables.beam)
-        go(work, loaded, found, draw, batch_size, skip, output, job, show)
+        show, more = shown(json_lines, tables.beam), {"command": "sample"}
+        Task(draw, loaded, found, references, work, batch_size, skip, output, show, more).run()
 
 
 @app.command("estimate", epilog=EPILOG)
@@ -168,34 +166,29 @@ def estimate_command(
         chosen = chosen_design(design, anneal)
         found = read_texts(texts, file)
         references = read_references(reference, reference_file, len(found))
-        if function is Function.bleu and references is None:
-            raise ValueError("bleu needs --reference, or --reference-file, for every text")
         in_hindsight = estimator.startswith("hindsight")
-        if in_hindsight and repeats > 1:
-            raise ValueError(f"--repeats is {repeats}; hindsight estimates are of one beam")
+        _check_estimate(function, references, chosen, in_hindsight, repeats, plain)
         loaded = quiet_load(model, device, dtype, trust_remote_code)
-        longest = max_length or loaded.usual_length
-        draw = Draw(k, chosen, temperature, nucleus, longest, seed)
+        draw = drawing(loaded, k, chosen, temperature, nucleus, max_length, seed)
 
         def work(numbers: list[int]) -> list[Record]:
+            joint = repeats == 1 and k > 1 and not in_hindsight
+            entropy = function is Function.entropy and not plain
             several = [
-                draw.again(r).beams(
-                    loaded,
-                    found,
-                    numbers,
-                    joint=repeats == 1 and k > 1 and not in_hindsight,
-                    entropy=function is Function.entropy,
-                )
+                draw.again(r).beams(loaded, found, numbers, joint=joint, entropy=entropy)
                 for r in range(repeats)
             ]
             inclusion = None
             if in_hindsight:
+                # A stream for every batch, apart from those of the texts.
+                stream = split_seed(seed, [-1 - numbers[0]], loaded.model.device)[0]
                 inclusion = hindsight_inclusion(
                     loaded.repeated([found[i] for i in numbers]),
                     several[0],
                     runs,
                     draw.design,
-                    generator=torch.Generator(loaded.model.device).manual_seed(seed),
+                    generator=stream,
+                    batch_size=batch_size,
                 )
             result = estimate(
                 several if repeats > 1 else several[0],
@@ -204,16 +197,38 @@ def estimate_command(
                 log_inclusion=inclusion,
                 decode=loaded.decode,
             )
+            with_runs = {"runs": runs} if in_hindsight else {}
             return [
-                {"number": i, "text": found[i], **entry}
+                {"number": i, "text": found[i], **entry, **with_runs}
                 for i, entry in zip(numbers, result.to_dicts(), strict=True)
             ]
 
-        job = job_of("estimate", draw, loaded, found, references, batch_size)
-        job |= {"function": function, "estimator": estimator, "runs": runs, "repeats": repeats}
-        job |= {"plain": plain}
+        more: Record = {"command": "estimate", "function": function, "estimator": estimator}
+        more |= {"runs": runs, "repeats": repeats, "plain": plain}
         show = shown(json_lines, lambda record: f"{record['number'] + 1}: {record['line']}")
-        go(work, loaded, found, draw, batch_size, skip, output, job, show)
+        Task(draw, loaded, found, references, work, batch_size, skip, output, show, more).run()
+
+
+def _check_estimate(
+    function: Function,
+    references: list[str] | None,
+    design: Design,
+    in_hindsight: bool,
+    repeats: int,
+    plain: bool,
+) -> None:
+    """Refuse what does not go together, before any work is done."""
+    if function is Function.bleu and references is None:
+        raise ValueError("bleu needs --reference, or --reference-file, for every text")
+    if not design.estimates:
+        able = ", ".join(name for name, other in DESIGNS.items() if other.estimates)
+        raise ValueError(f"--design is {design!r}, which cannot estimate; allowed are {able}")
+    if in_hindsight and design.name != "conditional-poisson":
+        raise ValueError(f"hindsight is for conditional-poisson; --design is {design!r}")
+    if in_hindsight and repeats > 1:
+        raise ValueError(f"--repeats is {repeats}; hindsight estimates are of one beam")
+    if plain and function is not Function.entropy:
+        raise ValueError(f"--plain is for entropy, not for {function}")
 
 
 @app.command(epilog=EPILOG)
@@ -247,18 +262,17 @@ def compare(
     with errors_told():
         chosen = [design_named(name) for name in designs_given or DESIGNS]
         loaded = quiet_load(model, device, dtype, trust_remote_code)
-        longest = max_length or loaded.usual_length
-        refuse(unusable(loaded, [text], longest))
-        best = Draw(k, design_named("top-k"), temperature, nucleus, longest, seed)
+        best = drawing(loaded, k, design_named("top-k"), temperature, nucleus, max_length, seed)
+        refuse(loaded.unusable([text], best.max_length), "")
         likely = set(map(tuple, best.beams(loaded, [text], [0]).tokens(0)))
         draws = [replace(best, design=design) for design in chosen]
         records = [compared(draw, loaded, text, reference, likely) for draw in draws]
-        if json_lines or not sys.stdout.isatty():
+        if for_programs(json_lines):
             for record in records:
                 print_json(record)
             return
-        console = Console()
-        console.print(f"[bold]{escape(text)}[/]  (K = {k}, temperature {temperature})")
+        console = Console(highlight=False)
+        console.print(Text(text, style="bold"), f" (K = {k}, temperature {temperature})")
         console.print(tables.comparison(records))
         console.print(tables.membership(records, rows))
 
@@ -279,10 +293,11 @@ def demo(
         loaded = quiet_load("en-fr", None, None, False)
         console = Console(highlight=False)
         for name in ("conditional-poisson", "stratified"):
-            draw = Draw(k, design_named(name), temperature, None, loaded.usual_length, seed)
+            draw = drawing(loaded, k, design_named(name), temperature, None, None, seed)
             beams = draw.beams(loaded, [text], [0], joint=k > 1, entropy=True)
             if name == "conditional-poisson":
-                console.print(f"{k} different translations, drawn by {name}. BLEU is against")
+                count = f"{k} different translations" if k > 1 else "One translation"
+                console.print(f"{count}, drawn by {name}. BLEU is against")
                 console.print(f"[italic]{reference}[/]\n")
                 console.print(tables.beam(sampled(beams, loaded, [text], [0], [reference])[0]))
                 console.print("Expectations over all translations that the model can make:")
@@ -290,6 +305,9 @@ def demo(
             for f in (Bleu([reference]), Entropy(rao_blackwell=True)):
                 console.print(str(estimate(beams, f, decode=loaded.decode)), markup=False)
         console.print("\nMore: cpsbs sample, estimate, compare, designs, models; -h tells how.")
+
+
+app.command(epilog=EPILOG)(reproduce)
 
 
 @app.command()

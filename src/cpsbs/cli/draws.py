@@ -14,6 +14,7 @@ from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
 from cpsbs.estimators import estimate
 from cpsbs.functions import Entropy
 from cpsbs.metrics import diversity, sentence_bleu
+from cpsbs.search import check_settings
 from cpsbs.text import TextModel, load
 
 
@@ -47,6 +48,20 @@ class Draw:
         return replace(self, seed=self.seed + repeat * 2**32)
 
 
+def drawing(
+    model: TextModel,
+    k: int,
+    design: Design,
+    temperature: float,
+    nucleus: float | None,
+    max_length: int | None,
+    seed: int,
+) -> Draw:
+    """As the options say, with the model's usual length if they do not."""
+    check_settings(k, max_length or 1, temperature, nucleus)
+    return Draw(k, design, temperature, nucleus, max_length or model.usual_length, seed)
+
+
 def chosen_design(name: str, anneal: float | None) -> Design:
     """By its name, annealed if that is asked for."""
     if anneal is None:
@@ -70,7 +85,8 @@ def quiet_load(
         logging.set_verbosity_error()  # type: ignore[no-untyped-call]
         logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         hub_logging.set_verbosity(50)  # its retries are told once, when they are over
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+    kind = getattr(torch, dtype or "float32", None)
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"--dtype is {dtype!r}; allowed are float32, float16, bfloat16")
     return load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 

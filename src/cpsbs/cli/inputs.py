@@ -6,21 +6,28 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cpsbs.text import TextModel
-
 
 def read_texts(texts: Sequence[str] | None, file: Path | None) -> list[str]:
     """The arguments, or the lines of a file, or those of standard input."""
     if texts and file:
         raise ValueError("there are texts and --file; give one of them")
-    if texts:
-        return list(texts)
-    if file is None or str(file) == "-":
-        if sys.stdin.isatty() and file is None:
-            raise ValueError("there is nothing to read: give texts, --file, or pipe lines in")
+    if not texts and file is None and sys.stdin.isatty():
+        raise ValueError("there is nothing to read: give texts, --file, or pipe lines in")
+    found = list(texts) if texts else read_lines(file or Path("-"), "--file")
+    for i, text in enumerate(found):
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+            raise ValueError(f"text {i + 1} is not UTF-8; is the terminal's encoding another one?")
+    if not found:
+        raise ValueError("there are no texts: the input is empty")
+    return found
+
+
+def read_lines(file: Path, option: str) -> list[str]:
+    """The lines of a file, or of standard input, which is called ``-``."""
+    if str(file) == "-":
         return _lines(sys.stdin.buffer.read(), "standard input")
-    if not file.is_file():
-        raise ValueError(f"--file is {file}, which is not a file")
+    if not file.exists() or file.is_dir():
+        raise ValueError(f"{option} is {file}, which is not a file")
     return _lines(file.read_bytes(), str(file))
 
 
@@ -28,9 +35,11 @@ def read_references(
     references: Sequence[str] | None, file: Path | None, count: int
 ) -> list[str] | None:
     """One reference for each of the texts, if there are any."""
+    if references and file:
+        raise ValueError("there are --reference and --reference-file; give one of them")
     if not references and file is None:
         return None
-    found = read_texts(references, file)
+    found = list(references) if references else read_lines(file or Path("-"), "--reference-file")
     if len(found) != count:
         raise ValueError(f"there are {len(found)} references for {count} texts; give one for each")
     return found
@@ -52,30 +61,9 @@ def _lines(data: bytes, name: str) -> list[str]:
     return lines
 
 
-def unusable(model: TextModel, texts: Sequence[str], max_length: int) -> dict[int, str]:
-    """By number, what is wrong with the texts that the model cannot take."""
-    if not texts:
-        raise ValueError("there are no texts: the input is empty")
-    room = model.room(max_length)
-    if room is not None and room < 1:
-        raise ValueError(
-            f"--max-length is {max_length}; {model.name} takes {model.longest} tokens in all"
-        )
-    wrong = {}
-    for i, (text, count) in enumerate(zip(texts, model.token_counts(texts), strict=True)):
-        if not text.strip():
-            wrong[i] = "is empty"
-        elif room is not None and count > room:
-            wrong[i] = f"has {count} tokens, and {model.name} takes {room}"
-    return wrong
-
-
-def refuse(wrong: dict[int, str]) -> None:
-    """Name the first of them, and the way out."""
+def refuse(wrong: dict[int, str], way_out: str = ", or leave such lines out with --skip") -> None:
+    """Name the first of the texts that cannot be used, and the way out."""
     if wrong:
         number, reason = next(iter(wrong.items()))
         others = f" ({len(wrong) - 1} more like it)" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"text {number + 1} {reason}{others}; nothing was done. Change it, or leave such lines "
-            "out with --skip"
-        )
+        raise ValueError(f"text {number + 1} {reason}{others}; nothing was done. Mend it{way_out}")

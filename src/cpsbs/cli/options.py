@@ -89,7 +89,7 @@ Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="JSON lines, or Parquet if it is so called. The same command goes on after a stop.",
+        help="JSON lines, or Parquet (.parquet). After a stop, the same command goes on.",
         rich_help_panel=RESULT,
     ),
 ]

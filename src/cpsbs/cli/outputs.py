@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import json
 import os
 from collections.abc import Callable, Iterator, Set
@@ -80,11 +81,14 @@ class ResumableFile:
         self._job, self._total = job, total
         self._mark = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
         self._offsets: dict[int, int] = {}
-        if file.suffix == ".parquet":
+        if str(file) == "-":
+            raise ValueError("--output is -; without --output, results go to standard output")
+        if _is_parquet(file):
             required("pyarrow", "parquet")
         if not file.parent.is_dir():
             raise ValueError(f"--output is {file}, but there is no folder {file.parent}")
         self.complete = file.exists()
+        self._out: IO[bytes] = io.BytesIO()
         if self.complete:
             if not _is_marked(file, self._mark):
                 raise ValueError(
@@ -92,6 +96,7 @@ class ResumableFile:
                     "makes; delete it, or choose another name"
                 )
             return
+        _refuse_foreign(self.partial)
         # Not buffered: what could not be written is not tried again behind our back.
         self._out = self.partial.open("ab", buffering=0)
         try:
@@ -122,14 +127,20 @@ class ResumableFile:
         if len(self._offsets) != self._total:
             raise RuntimeError(f"{len(self._offsets)} of {self._total} results are there")
         whole = self.file.with_name(self.file.name + ".whole")
-        with self._room_needed(), whole.open("wb") as out:
-            if self.file.suffix == ".parquet":
-                _write_parquet(out, [json.loads(line) for line in self._lines()])
-            else:
-                out.writelines(self._lines())
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(whole, self.file)
+        try:
+            with self._room_needed(), whole.open("wb") as out:
+                if _is_parquet(self.file):
+                    _write_parquet(out, [json.loads(line) for line in self._lines()])
+                else:
+                    out.writelines(self._lines())
+                out.flush()
+                os.fsync(out.fileno())
+            os.replace(whole, self.file)
+        except OSError:
+            if whole.is_file():
+                whole.unlink()
+            raise
+        self.close()
         self.partial.unlink()
 
     def close(self) -> None:
@@ -167,17 +178,16 @@ class ResumableFile:
         with self.partial.open("rb") as stored:
             first = stored.readline()
             offset = stored.tell() if first.endswith(b"\n") else 0
-            try:
-                if offset:
-                    self._check_same(json.loads(first)["job"])
-                while offset and (line := stored.readline()).endswith(b"\n"):
-                    self._offsets[json.loads(line)["number"]] = offset
-                    offset = stored.tell()
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.partial} is not of cpsbs; move it away") from error
+            while offset and (line := stored.readline()).endswith(b"\n"):
+                self._offsets[json.loads(line)["number"]] = offset
+                offset = stored.tell()
+        if self._offsets:
+            self._check_same(json.loads(first)["job"])
+        else:
+            offset = 0  # a command that never got anywhere is in nobody's way
         self._out.truncate(offset)
         if not offset:
-            self._append(json.dumps({"job": self._job}).encode() + b"\n")
+            self._append(BEGINNING + json.dumps(self._job).encode() + b"}\n")
 
     def _check_same(self, before: Record) -> None:
         names = sorted(self._job.keys() | before.keys())
@@ -189,15 +199,32 @@ class ResumableFile:
             )
 
 
+BEGINNING = b'{"job": '
+"""Of every partial file."""
+
+
+def _refuse_foreign(partial: Path) -> None:
+    """Leave alone what only happens to be called so."""
+    if partial.exists():
+        with partial.open("rb") as stored:
+            begin = stored.read(len(BEGINNING) + 1)
+        if not begin.startswith(BEGINNING + b"{") and not (BEGINNING + b"{").startswith(begin):
+            raise ValueError(f"{partial} is not of cpsbs; move it away")
+
+
+def _is_parquet(file: Path) -> bool:
+    return file.suffix.lower() == ".parquet"
+
+
 def _is_marked(file: Path, mark: str) -> bool:
     """Whether the first record of a complete file is of this job."""
     try:
-        if file.suffix == ".parquet":
+        if _is_parquet(file):
             table: Any = required("pyarrow.parquet", "parquet").read_table(file, columns=["job"])
             return bool(table["job"][0].as_py() == mark)
         with file.open("rb") as lines:
             return bool(json.loads(next(lines))["job"] == mark)
-    except (OSError, ValueError, KeyError, TypeError, StopIteration):
+    except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return False
 
 

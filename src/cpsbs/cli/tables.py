@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 from rich import box
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
+from cpsbs.cli.outputs import Record
 from cpsbs.estimators import with_error
 
-Record = dict[str, Any]
 
-
-def plain(*columns: str, title: str | None = None) -> Table:
+def plain(*columns: str, title: Text | None = None) -> Table:
     """A table with little ink; columns whose name begins with ``>`` are numbers, the last wraps."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
@@ -35,14 +34,16 @@ def probability(log_p: float | None) -> str:
 def beam(record: Record) -> Table:
     """The sequences of one source."""
     scores = record.get("bleu")
-    table = plain(">p", ">π", *([">BLEU"] if scores else []), "", title=escape(record["text"]))
+    title = Text(record["text"])
+    table = plain(">p", ">π", *([">BLEU"] if scores else []), "", title=title)
     inclusion = record["log_inclusion"] or [None] * len(record["texts"])
     shown = _readable(record["texts"])
     for i, text in enumerate(shown):
         score = [f"{100 * scores[i]:.1f}"] if scores else []
-        open_end = "" if record["finished"][i] else " [dim]… (not ended)[/]"
+        if not record["finished"][i]:
+            text.append(" … (not ended)", style="dim")
         numbers = probability(record["log_prob"][i]), probability(inclusion[i])
-        table.add_row(*numbers, *score, text + open_end)
+        table.add_row(*numbers, *score, text)
     return table
 
 
@@ -66,16 +67,19 @@ def membership(records: list[Record], most: int) -> Table:
         table.add_row(*marks, probability(found[y][0]), text)
     rest = len(order) - most
     if rest > 0:
-        table.add_row(*[""] * len(records), "", f"[dim]… and {rest} more, less probable[/]")
+        table.add_row(
+            *[""] * len(records), "", Text(f"… and {rest} more, less probable", style="dim")
+        )
     return table
 
 
-def _readable(texts: list[str]) -> list[str]:
+def _readable(texts: list[str]) -> list[Text]:
     """Texts to show; one that reads as another before it differs from that in its tokens."""
-    return [
-        escape(text) + (" [dim](in other tokens)[/]" if text in texts[:i] else "")
-        for i, text in enumerate(texts)
-    ]
+    shown = [Text(text) for text in texts]
+    for i, text in enumerate(texts):
+        if text in texts[:i]:
+            shown[i].append(" (in other tokens)", style="dim")
+    return shown
 
 
 def _times(count: int) -> str:

@@ -26,9 +26,9 @@ class TableModel:
         table: Mapping[Prefix, Sequence[float]] | Sequence[Mapping[Prefix, Sequence[float]]],
         eos: int,
     ) -> None:
-        self._tables = [table] if isinstance(table, Mapping) else list(table)
-        self.sources = len(self._tables)
-        lengths = {len(p) for t in self._tables for p in t.values()}
+        self.tables = [table] if isinstance(table, Mapping) else list(table)
+        self.sources = len(self.tables)
+        lengths = {len(p) for t in self.tables for p in t.values()}
         if len(lengths) != 1:
             raise ValueError(f"table has rows of lengths {sorted(lengths)}; all must be V long")
         (self.vocab_size,) = lengths
@@ -83,7 +83,7 @@ class TableModel:
         for length in range(1, max_length + 1):
             extended: dict[Prefix, float] = {}
             for prefix, p in open_.items():
-                for token, q in enumerate(self._tables[source][prefix]):
+                for token, q in enumerate(self.tables[source][prefix]):
                     ended = token in self.eos or length == max_length
                     (done if ended else extended)[(*prefix, token)] = p * q
             open_ = extended
@@ -91,7 +91,7 @@ class TableModel:
 
     def _scores(self) -> Tensor:
         try:
-            p = [self._tables[source][prefix] for source, prefix in self._rows]
+            p = [self.tables[source][prefix] for source, prefix in self._rows]
         except KeyError as error:
             raise ValueError(f"table has no row for the prefix {error.args[0]}") from None
         return torch.tensor(p, dtype=torch.float64).view(-1, self.vocab_size).log()

@@ -1,0 +1,160 @@
+"""What is drawn, from rows: means, deviations, errors, trade-offs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpsbs.experiments.plan import Scale
+from cpsbs.experiments.store import Row
+
+ALWAYS_PLAIN = ("independent", "arithmetic", "sum-and-sample")
+"""Estimators that are compared as they are: their weights sum to one, or normalising is no use."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Of independent repeats."""
+
+    mean: float
+    deviation: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The baseline of a sentence at a temperature."""
+
+    value: float
+    variance: float
+    """Of one run."""
+    error: float
+    """Standard error of the mean of all runs."""
+
+
+def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
+    """Rows by the values of some columns."""
+    found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
+    for row in rows:
+        found[tuple(row[name] for name in names)].append(row)
+    return dict(found)
+
+
+class Estimates:
+    """Estimates of one f by all designs, and the truth about it."""
+
+    def __init__(self, rows: Iterable[Row], scale: Scale, f: str, normalized: bool) -> None:
+        mine = [row for row in rows if "f" in row and row["f"] == f]
+        baseline = [
+            row
+            for row in mine
+            if row["k"] == scale.baseline_size
+            and row["design"] == "independent"
+            and not row["normalized"]
+        ]
+        self.truth = {
+            key: _truth([row["value"] for row in some])
+            for key, some in grouped(baseline, "line", "temperature").items()
+        }
+        compared = [
+            row
+            for row in mine
+            if row["k"] in scale.sizes
+            and row["normalized"] == (normalized and row["design"] not in ALWAYS_PLAIN)
+        ]
+        groups = grouped(compared, "line", "temperature", "k", "design", "nucleus")
+        self._values = {key: [row["value"] for row in some] for key, some in groups.items()}
+        self.spread = {key: _spread(values) for key, values in self._values.items()}
+
+    def rmse(self, nucleus: float | None = None) -> dict[tuple[float, int, str], float]:
+        """By temperature, K and design, averaged over the sentences."""
+        errors: dict[tuple[float, int, str], list[float]] = defaultdict(list)
+        for (line, temperature, k, design, cut), values in self._values.items():
+            if cut == nucleus and (line, temperature) in self.truth:
+                true = self.truth[line, temperature].value
+                square = statistics.fmean((value - true) ** 2 for value in values)
+                errors[temperature, k, design].append(math.sqrt(square))
+        return {key: statistics.fmean(some) for key, some in errors.items()}
+
+
+def _spread(values: list[float]) -> Spread:
+    deviation = statistics.stdev(values) if len(values) > 1 else math.nan
+    return Spread(statistics.fmean(values), deviation, len(values))
+
+
+def _truth(values: list[float]) -> Truth:
+    spread = _spread(values)
+    error = spread.deviation / math.sqrt(len(values))
+    return Truth(spread.mean, spread.deviation**2, error)
+
+
+@dataclass(frozen=True)
+class TradeOff:
+    """Diversity and BLEU of sets of translations, averaged over the sentences."""
+
+    diversity: float
+    least: float
+    mean: float
+    most: float
+    sentences: int
+
+
+def trade_offs(rows: Iterable[Row]) -> dict[tuple[int, str, float], TradeOff]:
+    """By K, design, and temperature (for diverse beam search, strength)."""
+    found = {}
+    mine = [row for row in rows if "diversity" in row]
+    for (k, design, temperature, strength), some in grouped(
+        mine, "k", "design", "temperature", "strength"
+    ).items():
+
+        def mean(name: str, some: list[Row] = some) -> float:
+            return statistics.fmean(row[name] for row in some)
+
+        found[k, design, temperature if strength is None else strength] = TradeOff(
+            mean("diversity"), mean("min"), mean("mean"), mean("max"), len(some)
+        )
+    return found
+
+
+def runtimes(rows: Iterable[Row]) -> dict[tuple[str, str, int], float]:
+    """Seconds a sentence by device, design and K: the mean over sentences of their medians."""
+    found = {}
+    mine = [row for row in rows if "seconds" in row]
+    for key, some in grouped(mine, "device", "design", "k").items():
+        by_line = grouped(some, "line").values()
+        medians = [statistics.median(row["seconds"] for row in line) for line in by_line]
+        found[key] = statistics.fmean(medians)
+    return found
+
+
+def hindsight_deviation(rows: Iterable[Row]) -> dict[tuple[float, bool, int], float]:
+    """Deviation of expected BLEU by temperature, normalised or not, and M (0: own path)."""
+    mine = [row for row in rows if "runs" in row and "normalized" in row]
+    by_line = grouped(mine, "temperature", "normalized", "runs", "line")
+    return _means(by_line, lambda some: statistics.stdev(row["value"] for row in some))
+
+
+def inclusion_error(rows: Iterable[Row]) -> dict[tuple[float, int], float]:
+    """Root mean square of log π̂ − log π, by temperature and M (0: own path)."""
+    mine = [row for row in rows if "truth" in row]
+
+    def error(some: list[Row]) -> float:
+        return math.sqrt(
+            statistics.fmean(math.log(row["value"] / row["truth"]) ** 2 for row in some)
+        )
+
+    return {key: error(some) for key, some in grouped(mine, "temperature", "runs").items()}
+
+
+def _means(
+    groups: Mapping[tuple[Any, ...], list[Row]], measure: Callable[[list[Row]], float]
+) -> dict[Any, float]:
+    """The mean of a measure over what differs in the last part of the key alone."""
+    found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
+    for key, some in groups.items():
+        found[key[:-1]].append(measure(some))
+    return {key: statistics.fmean(values) for key, values in found.items()}

@@ -1,0 +1,278 @@
+"""Figures of the experiments, for the screen and for print.
+
+The colours are Okabe and Ito's, which people with any kind of colour vision tell apart; lines
+differ in their markers as well.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from cpsbs.experiments.analysis import (
+    ALWAYS_PLAIN,
+    Estimates,
+    hindsight_deviation,
+    inclusion_error,
+    runtimes,
+    trade_offs,
+)
+from cpsbs.experiments.plan import Scale
+from cpsbs.experiments.store import Row
+from cpsbs.extras import required
+
+Figure = Any
+
+LABELS = {
+    "independent": "Monte Carlo",
+    "arithmetic": "arithmetic sampling",
+    "sum-and-sample": "sum-and-sample",
+    "gumbel-top-k": "SBS",
+    "conditional-poisson": "CPSBS",
+    "calibrated": "calibrated (ours)",
+    "stratified": "stratified (ours)",
+    "top-k": "beam search",
+    "diverse": "diverse beam search",
+}
+STYLES = {
+    "independent": ("#56B4E9", "s"),
+    "arithmetic": ("#0072B2", "D"),
+    "sum-and-sample": ("#CC79A7", "v"),
+    "gumbel-top-k": ("#E69F00", "^"),
+    "conditional-poisson": ("#D55E00", "o"),
+    "calibrated": ("#999999", "P"),
+    "stratified": ("#009E73", "*"),
+    "top-k": ("#000000", "x"),
+    "diverse": ("#F0E442", "h"),
+}
+PLOT = {
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "figure.constrained_layout.use": True,
+    "font.size": 9,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.5,
+    "legend.frameon": False,
+    "lines.linewidth": 1.4,
+    "lines.markersize": 4,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "cpsbs",
+}
+
+
+def draw(experiment: str, rows: Sequence[Row], scale: Scale) -> list[tuple[str, Figure]]:
+    """The figures of an experiment, with their names."""
+    matplotlib: Any = required("matplotlib", "plots")
+    matplotlib.use("agg")
+    with matplotlib.rc_context(PLOT):
+        if experiment == "bleu":
+            return [("bleu", _values(rows, scale, "BLEU", True))]
+        if experiment == "bleu-unnormalized":
+            return [("bleu-unnormalized", _values(rows, scale, "BLEU", False))]
+        if experiment == "entropy":
+            return [
+                ("entropy", _values(rows, scale, "entropy", True)),
+                ("entropy-rao-blackwell", _values(rows, scale, "entropy RB", True)),
+            ]
+        if experiment == "truncation":
+            return [("truncation", _truncation(rows, scale))]
+        if experiment == "rmse":
+            return [
+                ("rmse-bleu", _rmse(rows, scale, "BLEU")),
+                ("rmse-entropy", _rmse(rows, scale, "entropy")),
+                ("rmse-entropy-rao-blackwell", _rmse(rows, scale, "entropy RB")),
+            ]
+        if experiment == "diversity":
+            return [("diversity", _diversity(rows, scale))]
+        if experiment == "runtime":
+            return [("runtime", _runtime(rows))]
+        return [("hindsight", _hindsight(rows))]
+
+
+def saved(figure: Figure, kind: str) -> bytes:
+    """A figure as SVG or PNG; the same figure gives the same bytes."""
+    out = io.BytesIO()
+    metadata = {"Date": None} if kind == "svg" else {}
+    figure.savefig(out, format=kind, dpi=160, metadata=metadata)
+    return out.getvalue()
+
+
+def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+    pyplot: Any = required("matplotlib.pyplot", "plots")
+    figure, axes = pyplot.subplots(
+        rows, columns, figsize=(width * columns, height * rows), squeeze=False
+    )
+    pyplot.close(figure)
+    return figure, axes
+
+
+def _legend(figure: Figure, axes: Any) -> None:
+    entries: dict[str, Any] = {}
+    for axis in axes.flat:
+        handles, labels = axis.get_legend_handles_labels()
+        entries |= dict(zip(labels, handles, strict=True))
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=4)
+
+
+def _line(axis: Any, design: str, x: Sequence[float], y: Sequence[float], **more: Any) -> None:
+    colour, marker = STYLES[design]
+    axis.plot(x, y, color=colour, marker=marker, **{"label": LABELS[design], **more})
+
+
+def _values(rows: Sequence[Row], scale: Scale, f: str, normalized: bool) -> Figure:
+    """Mean and deviation over the repeats against K; a row a sentence, a column a temperature."""
+    found = Estimates(rows, scale, f, normalized)
+    figure, axes = _panels(len(scale.lines), len(scale.temperatures), 2.7, 2.2)
+    for r, line in enumerate(scale.lines):
+        for c, temperature in enumerate(scale.temperatures):
+            axis = axes[r, c]
+            for design in dict.fromkeys(key[3] for key in found.spread):
+                sizes = [
+                    k for k in scale.sizes if (line, temperature, k, design, None) in found.spread
+                ]
+                spread = [found.spread[line, temperature, k, design, None] for k in sizes]
+                _line(axis, design, sizes, [s.mean for s in spread])
+                axis.fill_between(
+                    sizes,
+                    [s.mean - s.deviation for s in spread],
+                    [s.mean + s.deviation for s in spread],
+                    color=STYLES[design][0],
+                    alpha=0.12,
+                    linewidth=0,
+                )
+            truth = found.truth.get((line, temperature))
+            if truth is not None:
+                axis.axhline(truth.value, color="black", linewidth=0.8, linestyle=":")
+            _limit(axis, found, line, temperature)
+            if r == 0:
+                axis.set_title(f"τ = {temperature}")
+            if c == 0:
+                axis.set_ylabel(f"sentence {line}\n{f}")
+            if r == len(scale.lines) - 1:
+                axis.set_xlabel("K")
+    _legend(figure, axes)
+    return figure
+
+
+def _limit(axis: Any, found: Estimates, line: int, temperature: float) -> None:
+    """Show the middle of the picture: estimates with heavy tails would flatten all others."""
+    middle = [
+        value
+        for (where, t, _, design, _), s in found.spread.items()
+        if (where, t) == (line, temperature) and design in ALWAYS_PLAIN
+        for value in (s.mean - 2 * s.deviation, s.mean + 2 * s.deviation)
+    ]
+    if middle and max(middle) > min(middle):
+        axis.set_ylim(min(middle), max(middle))
+
+
+def _truncation(rows: Sequence[Row], scale: Scale) -> Figure:
+    """CPSBS, normalised, with all tokens and with those that make up 0.99 of the mass."""
+    found = Estimates(rows, scale, "BLEU", True)
+    figure, axes = _panels(len(scale.lines), len(scale.temperatures), 2.7, 2.2)
+    names = {None: ("all tokens", "#D55E00", "o"), 0.99: ("0.99 of the mass", "#0072B2", "s")}
+    for r, line in enumerate(scale.lines):
+        for c, temperature in enumerate(scale.temperatures):
+            axis = axes[r, c]
+            for nucleus, (label, colour, marker) in names.items():
+                keys = [(line, temperature, k, "conditional-poisson", nucleus) for k in scale.sizes]
+                known = [key for key in keys if key in found.spread]
+                sizes = [key[2] for key in known]
+                spread = [found.spread[key] for key in known]
+                axis.plot(sizes, [s.mean for s in spread], color=colour, marker=marker, label=label)
+                low = [s.mean - s.deviation for s in spread]
+                high = [s.mean + s.deviation for s in spread]
+                axis.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
+            if r == 0:
+                axis.set_title(f"τ = {temperature}")
+            if c == 0:
+                axis.set_ylabel(f"sentence {line}\nBLEU")
+            if r == len(scale.lines) - 1:
+                axis.set_xlabel("K")
+    _legend(figure, axes)
+    return figure
+
+
+def _rmse(rows: Sequence[Row], scale: Scale, f: str) -> Figure:
+    """RMSE against K, averaged over the sentences; a panel a temperature."""
+    found = Estimates(rows, scale, f, normalized=True).rmse()
+    figure, axes = _panels(1, len(scale.temperatures), 2.8, 2.8)
+    for axis, temperature in zip(axes[0], scale.temperatures, strict=True):
+        for design in dict.fromkeys(key[2] for key in found):
+            sizes = [k for k in scale.sizes if (temperature, k, design) in found]
+            _line(axis, design, sizes, [found[temperature, k, design] for k in sizes])
+        axis.set_yscale("log")
+        axis.set_title(f"τ = {temperature}")
+        axis.set_xlabel("K")
+    axes[0, 0].set_ylabel(f"RMSE of {f}")
+    _legend(figure, axes)
+    return figure
+
+
+def _diversity(rows: Sequence[Row], scale: Scale) -> Figure:
+    """BLEU, mean with min and max, against D; a panel a K, a point a temperature."""
+    found = trade_offs(rows)
+    figure, axes = _panels(1, len(scale.decoding_sizes), 3.6, 3.4)
+    for axis, k in zip(axes[0], scale.decoding_sizes, strict=True):
+        for design in dict.fromkeys(key[1] for key in found):
+            points = [found[key] for key in sorted(found) if key[:2] == (k, design)]
+            colour, _ = STYLES[design]
+            x = [p.diversity for p in points]
+            _line(axis, design, x, [p.mean for p in points])
+            low, high = [p.least for p in points], [p.most for p in points]
+            axis.vlines(x, low, high, color=colour, linewidth=0.7, alpha=0.6)
+        axis.set_title(f"K = {k}")
+        axis.set_xlabel("n-gram diversity D")
+    axes[0, 0].set_ylabel("sentence BLEU: min, mean, max")
+    _legend(figure, axes)
+    return figure
+
+
+def _runtime(rows: Sequence[Row]) -> Figure:
+    """Seconds a sentence against K; a panel a device."""
+    found = runtimes(rows)
+    devices = list(dict.fromkeys(key[0] for key in found))
+    figure, axes = _panels(1, max(1, len(devices)), 4.2, 3.2)
+    for axis, device in zip(axes[0], devices, strict=False):
+        for design in dict.fromkeys(key[1] for key in found):
+            sizes = sorted(k for d, name, k in found if (d, name) == (device, design))
+            _line(axis, design, sizes, [found[device, design, k] for k in sizes])
+        axis.set_title(device)
+        axis.set_xlabel("K")
+        axis.set_ylim(bottom=0)
+    axes[0, 0].set_ylabel("seconds a sentence")
+    _legend(figure, axes)
+    return figure
+
+
+def _hindsight(rows: Sequence[Row]) -> Figure:
+    """Left, on an enumerable model, the error of log π; right the deviation of expected BLEU."""
+    figure, axes = _panels(1, 2, 4.0, 3.2)
+    error, deviation = inclusion_error(rows), hindsight_deviation(rows)
+    colours = ("#0072B2", "#009E73", "#E69F00", "#D55E00")
+    for axis, curves, label in (
+        (axes[0, 0], {(t, m): v for (t, m), v in error.items()}, "error of log π"),
+        (
+            axes[0, 1],
+            {(t, m): v for (t, normalized, m), v in deviation.items() if normalized},
+            "deviation of expected BLEU",
+        ),
+    ):
+        for colour, temperature in zip(colours, _unique(t for t, _ in curves), strict=False):
+            runs = sorted(m for t, m in curves if t == temperature and m > 0)
+            values = [curves[temperature, m] for m in runs]
+            axis.plot(runs, values, color=colour, marker="o", label=f"τ = {temperature}")
+            if (temperature, 0) in curves:
+                own = curves[temperature, 0]
+                axis.axhline(own, color=colour, linewidth=0.8, linestyle=":")
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("M (dotted: own path)")
+        axis.set_ylabel(label)
+    _legend(figure, axes)
+    return figure
+
+
+def _unique(values: Iterable[float]) -> list[float]:
+    return list(dict.fromkeys(values))

@@ -1,0 +1,57 @@
+"""Results on the disk: a Parquet file for each cell, there and complete or not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cpsbs.experiments.cells import Cell
+from cpsbs.extras import required
+
+Row = dict[str, Any]
+
+
+class Store:
+    """A folder of results."""
+
+    def __init__(self, folder: Path) -> None:
+        self._pyarrow: Any = required("pyarrow", "parquet")
+        self._parquet: Any = required("pyarrow.parquet", "parquet")
+        self._folder = folder / "cells"
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+    def has(self, cell: Cell) -> bool:
+        """Whether it is done."""
+        return self._file(cell).exists()
+
+    def write(self, cell: Cell, rows: list[Row], seconds: float) -> None:
+        """Keep what came out of a cell, with its settings and how long it took."""
+        metadata = {"settings": json.dumps(dict(cell.settings)), "seconds": str(seconds)}
+        table = self._pyarrow.Table.from_pylist(rows).replace_schema_metadata(metadata)
+        file = self._file(cell)
+        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
+        with partial.open("wb") as out:
+            self._parquet.write_table(table, out)
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(partial, file)
+
+    def rows(self, cells: Iterable[Cell]) -> list[Row]:
+        """All rows of these cells, each with the cell's settings; cells not done are left out."""
+        found: list[Row] = []
+        for cell in cells:
+            if self.has(cell):
+                table = self._parquet.read_table(self._file(cell))
+                found += [{**cell.settings, **row} for row in table.to_pylist()]
+        return found
+
+    def seconds(self, cell: Cell) -> float:
+        """How long a cell took."""
+        schema = self._parquet.read_schema(self._file(cell))
+        return float(schema.metadata[b"seconds"])
+
+    def _file(self, cell: Cell) -> Path:
+        return self._folder / f"{cell.name}.parquet"
