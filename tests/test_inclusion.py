@@ -168,7 +168,7 @@ def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="is for conditional-poisson"):
         hindsight_inclusion(models, beams, 1, Calibrated())
     annealed = ConditionalPoissonDesign(anneal=0.5)
-    with pytest.raises(ValueError, match=r"anneal=0.5\), but the beams were drawn by conditional-poisson$"):
+    with pytest.raises(ValueError, match=r"anneal=0.5\), but .* by conditional-poisson$"):
         hindsight_inclusion(models, beams, 1, annealed)
     cooler = search(MODEL, K, annealed, max_length=LENGTH)
     assert hindsight_inclusion(models, cooler, 2, annealed).log_value.isfinite().all()

@@ -12,6 +12,7 @@ from cpsbs.beams import Beams
 from cpsbs.cli.outputs import Record
 from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
 from cpsbs.estimators import estimate
+from cpsbs.extras import silence_transformers
 from cpsbs.functions import Entropy
 from cpsbs.metrics import diversity, sentence_bleu
 from cpsbs.search import check_settings
@@ -75,16 +76,7 @@ def quiet_load(
     name: str, device: str | None, dtype: str | None, trust_remote_code: bool
 ) -> TextModel:
     """A model, without the noise that loading one makes."""
-    try:
-        from transformers.utils import logging
-    except ImportError:
-        pass  # load says what is missing
-    else:
-        from huggingface_hub.utils import logging as hub_logging
-
-        logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-        hub_logging.set_verbosity(50)  # its retries are told once, when they are over
+    silence_transformers()
     kind = getattr(torch, dtype or "float32", None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"--dtype is {dtype!r}; allowed are float32, float16, bfloat16")

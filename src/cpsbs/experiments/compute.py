@@ -19,6 +19,7 @@ from cpsbs.estimators import estimate
 from cpsbs.experiments.cells import Cell
 from cpsbs.experiments.enumeration import inclusion, tempered
 from cpsbs.experiments.store import Row
+from cpsbs.extras import silence_transformers
 from cpsbs.functions import Bleu, Entropy
 from cpsbs.inclusion import Models, hindsight_inclusion
 from cpsbs.metrics import diversity, sentence_bleu
@@ -47,6 +48,7 @@ class Worker:
 
     def __init__(self, subjects: Subjects, threads: int | None = None) -> None:
         self.subjects = subjects
+        silence_transformers()
         if threads is not None:
             torch.set_num_threads(threads)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -27,6 +28,9 @@ TRIES = 3
 
 STARTING = 120.0
 """Seconds that a worker may take to start."""
+
+ROOM = 10.0
+"""Seconds to wait for a processor that a dead worker has left."""
 
 
 class CellsFailedError(RuntimeError):
@@ -157,8 +161,9 @@ class LocalPool(Pool):
         return found
 
     def stop(self, worker: _Process) -> None:
-        """Kill it; it writes nothing, so nothing is lost."""
+        """The end of the pipe ends it; if it is busy, kill it: it writes nothing."""
         worker.connection.close()
+        worker.process.join(timeout=1.0)
         worker.process.kill()
         worker.process.join()
 
@@ -204,6 +209,7 @@ class RayPool(Pool):
                     f"the Ray cluster has {there.get(name, 0.0):g} {name}; a worker needs "
                     f"{amount:g}"
                 )
+        self._need = {name: amount for name, amount in need.items() if amount > 0}
         # Neither restarts nor retries by Ray: a dead worker's cell goes to another, and nothing
         # waits for room that may never come.
         self._actor = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(_Actor)
@@ -211,7 +217,12 @@ class RayPool(Pool):
         self._pending: dict[Any, Any] = {}
 
     def start(self) -> Any | None:
-        """One more actor, if there is room."""
+        """One more actor, if there is room, or will be in a moment."""
+        deadline = time.monotonic() + ROOM
+        while any(self._ray.available_resources().get(n, 0.0) < a for n, a in self._need.items()):
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
         actor = self._actor.remote(*self._arguments)
         try:
             self._ray.get(actor.ready.remote(), timeout=STARTING)

@@ -113,7 +113,8 @@ def _legend(figure: Figure, axes: Any) -> None:
     for axis in axes.flat:
         handles, labels = axis.get_legend_handles_labels()
         entries |= dict(zip(labels, handles, strict=True))
-    figure.legend(entries.values(), entries, loc="outside lower center", ncols=4)
+    columns = max(1, int(figure.get_figwidth() / 1.9))
+    figure.legend(entries.values(), entries, loc="outside lower center", ncols=columns)
 
 
 def _line(axis: Any, design: str, x: Sequence[float], y: Sequence[float], **more: Any) -> None:
