@@ -95,7 +95,8 @@ def saved(figure: Figure, kind: str) -> bytes:
     """A figure as SVG or PNG; the same figure gives the same bytes."""
     out = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else {}
-    figure.savefig(out, format=kind, dpi=160, metadata=metadata)
+    with required("matplotlib", "plots").rc_context(PLOT):
+        figure.savefig(out, format=kind, dpi=160, metadata=metadata)
     return out.getvalue()
 
 

@@ -1,0 +1,112 @@
+"""``cpsbs reproduce``, small."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cpsbs.cli import reproduce
+from cpsbs.experiments.plan import EXPERIMENTS, QUICK, Scale
+from cpsbs.text import demonstration
+from tests.cli.test_commands import run
+
+TINY = Scale(
+    lines=(0, 1),
+    temperatures=(0.1, 0.5),
+    sizes=(2, 3),
+    repeats=2,
+    baseline_runs=2,
+    baseline_size=4,
+    baseline_block=2,
+    max_length=12,
+    decoding_temperatures=(0.1, 0.5),
+    decoding_sizes=(3,),
+    decoding_sentences=4,
+    decoding_block=2,
+    runtime_sizes=(2,),
+    runtime_repeats=1,
+    hindsight_runs=2,
+    hindsight_size=2,
+)
+
+
+@pytest.fixture
+def test_set(tmp_path: Path) -> list[str]:
+    names = ("source", "reference")
+    for name, texts in zip(names, zip(*demonstration(), strict=True), strict=True):
+        (tmp_path / name).write_text("".join(f"{text}\n" for text in texts), encoding="utf-8")
+    return [f"--{name}={tmp_path / name}" for name in names]
+
+
+def test_all_experiments_end_in_a_report(
+    test_set: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "QUICK", TINY)
+    out = tmp_path / "out"
+    arguments: list[str | Path] = [
+        "reproduce",
+        "--quick",
+        "--out",
+        out,
+        "--workers",
+        "1",
+        *test_set,
+    ]
+    planned = run(*arguments, "--dry-run")
+    assert "to compute: about" in planned.stderr
+    first = run(*arguments)
+    assert first.exit_code == 0, first.stderr
+    report = (out / "report.html").read_text(encoding="utf-8")
+    for experiment in EXPERIMENTS:
+        assert f"<h2>{experiment}: " in report
+    assert "src=" not in report  # nothing comes from elsewhere
+    assert 'href="http' not in report
+    figures = {file.name for file in (out / "figures").iterdir()}
+    assert {"bleu.svg", "bleu.png", "rmse-bleu.svg", "diversity.png", "hindsight.svg"} <= figures
+    tables = {file.stem for file in (out / "tables").iterdir()}
+    assert {"claims", "baseline-variance", "diversity", "rmse-entropy", "truncation"} <= tables
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["subject"]["model"] == "en-fr"
+    cells = {file.name: file.stat().st_mtime_ns for file in (out / "cells").iterdir()}
+    again = run(*arguments, "bleu", "--draw-only")
+    assert again.exit_code == 0, again.stderr
+    assert {f.name: f.stat().st_mtime_ns for f in (out / "cells").iterdir()} == cells
+    figure = (out / "figures" / "bleu.svg").read_bytes()
+    run(*arguments, "bleu")
+    assert (out / "figures" / "bleu.svg").read_bytes() == figure
+
+
+def test_what_is_wrong_is_told(test_set: list[str], tmp_path: Path) -> None:
+    few = run("reproduce", "--quick", "--out", tmp_path / "out", *test_set)
+    assert few.exit_code == 1
+    assert "the test set has 30 sentences; the experiments need number 2500" in few.stderr
+    unknown = run("reproduce", "speed", *test_set)
+    assert "experiment is 'speed'; allowed are bleu, " in unknown.stderr
+    one = run("reproduce", test_set[0])
+    assert "--source and --reference belong together" in one.stderr
+
+
+@pytest.mark.slow
+def test_quick_is_quick_and_survives_kill(tmp_path: Path) -> None:
+    """The real thing on the embedded model: killed in the middle, then finished."""
+    names = ("source", "reference")
+    for name, texts in zip(names, zip(*demonstration(), strict=True), strict=True):
+        lines = [texts[i % len(texts)] for i in range(max(QUICK.lines) + 1)]
+        (tmp_path / name).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "cpsbs", "reproduce", "--quick", "--out", str(out)]
+    command += [f"--{name}={tmp_path / name}" for name in names]
+    with pytest.raises(subprocess.TimeoutExpired):
+        subprocess.run(command, timeout=45, capture_output=True)  # killed by SIGKILL
+    some = {f.name: f.stat().st_mtime_ns for f in (out / "cells").glob("*.parquet")}
+    assert some
+    assert not (out / "report.html").exists()
+    done = subprocess.run(command, timeout=300, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    whole = {f.name: f.stat().st_mtime_ns for f in (out / "cells").iterdir()}
+    assert some.items() <= whole.items()
+    assert (out / "report.html").exists()
