@@ -80,6 +80,20 @@ def test_all_experiments_end_in_a_report(
     assert (out / "figures" / "bleu.svg").read_bytes() == figure
 
 
+def test_only_complete_experiments_are_drawn(
+    test_set: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduce, "QUICK", TINY)
+    arguments = ["reproduce", "--quick", f"--out={tmp_path / 'out'}", "--draw-only", *test_set]
+    nothing = run(*arguments)
+    assert nothing.exit_code == 1
+    assert "has no complete experiment to draw" in nothing.stderr
+    run("reproduce", "runtime", *[a for a in arguments[1:] if a != "--draw-only"])
+    some = run(*arguments)
+    assert some.exit_code == 0, some.stderr
+    assert "not complete: bleu, " in some.stderr
+
+
 def test_what_is_wrong_is_told(test_set: list[str], tmp_path: Path) -> None:
     few = run("reproduce", "--quick", "--out", tmp_path / "out", *test_set)
     assert few.exit_code == 1

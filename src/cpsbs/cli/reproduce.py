@@ -127,14 +127,15 @@ def reproduce(
                 for cell in fill(store, cells, make_pool, count):
                     progress.advance(task, cell.effort)
                     progress.advance(done)
-        settings = {
-            "experiments": names,
-            "scale": asdict(scale),
-            "subject": asdict(subject_of(subjects, _device_name(on))),
-        }
-        file = write_report(out, names, store.rows(cells), scale, settings)
-        left = sum(not store.has(cell) for cell in cells)
-        say.print(f"{file}" + (f" ({left:,} cells are missing)" if left else ""))
+        complete = [
+            name for name in names if all(store.has(cell) for cell in plan([name], scale, subject))
+        ]
+        if not complete:
+            raise ValueError(f"{out} has no complete experiment to draw; leave out --draw-only")
+        settings = {"scale": asdict(scale), "subject": asdict(subject)}
+        file = write_report(out, complete, store.rows(cells), scale, settings)
+        left = [name for name in names if name not in complete]
+        say.print(f"{file}" + (f" (not complete: {', '.join(left)})" if left else ""))
 
 
 def _named(experiments: list[str] | None) -> list[str]:

@@ -67,17 +67,18 @@ def draw(experiment: str, rows: Sequence[Row], scale: Scale) -> list[tuple[str, 
     matplotlib: Any = required("matplotlib", "plots")
     matplotlib.use("agg")
     with matplotlib.rc_context(PLOT):
+        designs = _of_designs(rows)
         if experiment == "bleu":
-            return [("bleu", _values(rows, scale, "BLEU", True))]
+            return [("bleu", _values(rows, scale, "BLEU", True, designs))]
         if experiment == "bleu-unnormalized":
-            return [("bleu-unnormalized", _values(rows, scale, "BLEU", False))]
+            return [("bleu-unnormalized", _values(rows, scale, "BLEU", False, designs))]
         if experiment == "entropy":
             return [
-                ("entropy", _values(rows, scale, "entropy", True)),
-                ("entropy-rao-blackwell", _values(rows, scale, "entropy RB", True)),
+                ("entropy", _values(rows, scale, "entropy", True, designs)),
+                ("entropy-rao-blackwell", _values(rows, scale, "entropy RB", True, designs)),
             ]
         if experiment == "truncation":
-            return [("truncation", _truncation(rows, scale))]
+            return [("truncation", _values(rows, scale, "BLEU", True, TRUNCATION))]
         if experiment == "rmse":
             return [
                 ("rmse-bleu", _rmse(rows, scale, "BLEU")),
@@ -123,27 +124,39 @@ def _line(axis: Any, design: str, x: Sequence[float], y: Sequence[float], **more
     axis.plot(x, y, color=colour, marker=marker, **{"label": LABELS[design], **more})
 
 
-def _values(rows: Sequence[Row], scale: Scale, f: str, normalized: bool) -> Figure:
+Curve = tuple[str, float | None, str, str, str]
+"""Of estimates: design, nucleus, label, colour, marker."""
+
+
+def _of_designs(rows: Sequence[Row]) -> list[Curve]:
+    """One for each design, over all tokens."""
+    designs = dict.fromkeys(row["design"] for row in rows if "f" in row)
+    return [(design, None, LABELS[design], *STYLES[design]) for design in designs]
+
+
+TRUNCATION: list[Curve] = [
+    ("conditional-poisson", None, "all tokens", "#D55E00", "o"),
+    ("conditional-poisson", 0.99, "0.99 of the mass", "#0072B2", "s"),
+]
+
+
+def _values(
+    rows: Sequence[Row], scale: Scale, f: str, normalized: bool, curves: Sequence[Curve]
+) -> Figure:
     """Mean and deviation over the repeats against K; a row a sentence, a column a temperature."""
     found = Estimates(rows, scale, f, normalized)
     figure, axes = _panels(len(scale.lines), len(scale.temperatures), 2.7, 2.2)
     for r, line in enumerate(scale.lines):
         for c, temperature in enumerate(scale.temperatures):
             axis = axes[r, c]
-            for design in dict.fromkeys(key[3] for key in found.spread):
-                sizes = [
-                    k for k in scale.sizes if (line, temperature, k, design, None) in found.spread
-                ]
-                spread = [found.spread[line, temperature, k, design, None] for k in sizes]
-                _line(axis, design, sizes, [s.mean for s in spread])
-                axis.fill_between(
-                    sizes,
-                    [s.mean - s.deviation for s in spread],
-                    [s.mean + s.deviation for s in spread],
-                    color=STYLES[design][0],
-                    alpha=0.12,
-                    linewidth=0,
-                )
+            for design, nucleus, label, colour, marker in curves:
+                keys = [(line, temperature, k, design, nucleus) for k in scale.sizes]
+                spread = [found.spread[key] for key in keys if key in found.spread]
+                sizes = [key[2] for key in keys if key in found.spread]
+                axis.plot(sizes, [s.mean for s in spread], color=colour, marker=marker, label=label)
+                low = [s.mean - s.deviation for s in spread]
+                high = [s.mean + s.deviation for s in spread]
+                axis.fill_between(sizes, low, high, color=colour, alpha=0.12, linewidth=0)
             truth = found.truth.get((line, temperature))
             if truth is not None:
                 axis.axhline(truth.value, color="black", linewidth=0.8, linestyle=":")
@@ -168,33 +181,6 @@ def _limit(axis: Any, found: Estimates, line: int, temperature: float) -> None:
     ]
     if middle and max(middle) > min(middle):
         axis.set_ylim(min(middle), max(middle))
-
-
-def _truncation(rows: Sequence[Row], scale: Scale) -> Figure:
-    """CPSBS, normalised, with all tokens and with those that make up 0.99 of the mass."""
-    found = Estimates(rows, scale, "BLEU", True)
-    figure, axes = _panels(len(scale.lines), len(scale.temperatures), 2.7, 2.2)
-    names = {None: ("all tokens", "#D55E00", "o"), 0.99: ("0.99 of the mass", "#0072B2", "s")}
-    for r, line in enumerate(scale.lines):
-        for c, temperature in enumerate(scale.temperatures):
-            axis = axes[r, c]
-            for nucleus, (label, colour, marker) in names.items():
-                keys = [(line, temperature, k, "conditional-poisson", nucleus) for k in scale.sizes]
-                known = [key for key in keys if key in found.spread]
-                sizes = [key[2] for key in known]
-                spread = [found.spread[key] for key in known]
-                axis.plot(sizes, [s.mean for s in spread], color=colour, marker=marker, label=label)
-                low = [s.mean - s.deviation for s in spread]
-                high = [s.mean + s.deviation for s in spread]
-                axis.fill_between(sizes, low, high, color=colour, alpha=0.15, linewidth=0)
-            if r == 0:
-                axis.set_title(f"τ = {temperature}")
-            if c == 0:
-                axis.set_ylabel(f"sentence {line}\nBLEU")
-            if r == len(scale.lines) - 1:
-                axis.set_xlabel("K")
-    _legend(figure, axes)
-    return figure
 
 
 def _rmse(rows: Sequence[Row], scale: Scale, f: str) -> Figure:
