@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 
 import cpsbs
 from cpsbs.text import EMBEDDED, demonstration, embedded_models
-from tests.models.folders import causal_folder
+from tests.models.folders import causal_folder, encoder_folder
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +86,21 @@ def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
     torch.save({}, folder / "pytorch_model.bin")
     with pytest.raises(ValueError, match="safetensors"):
         cpsbs.load(str(folder))
+
+
+def test_models_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    encoder = encoder_folder(tmp_path / "encoder")
+    with pytest.raises(ValueError, match="it is no model that generates text"):
+        cpsbs.load(encoder)
+    folder = causal_folder(tmp_path / "causal")
+    words = json.loads((folder / "tokenizer.json").read_text())
+    words["model"]["vocab"] |= {f"word{i}": 100 + i for i in range(50)}
+    (folder / "tokenizer.json").write_text(json.dumps(words))
+    with pytest.raises(ValueError, match="whose tokenizer has 65 tokens for 15 of the model"):
+        cpsbs.load(folder)
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
+    with pytest.raises(ValueError, match="allowed are en-fr"):
+        cpsbs.load(folder)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

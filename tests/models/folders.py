@@ -9,7 +9,7 @@ import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from tests.models import tiny
 
@@ -19,6 +19,12 @@ WORDS = ["the", "a", "dog", "cat", "sees", "eats", "red", "old", "house", "and",
 def causal_folder(folder: Path) -> Path:
     """A GPT-2 of 64 positions."""
     return _saved(tiny.gpt2(len(WORDS) + 3), folder)
+
+
+def encoder_folder(folder: Path) -> Path:
+    """A BERT without a head."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return _saved(BertModel(BertConfig(vocab_size=len(WORDS) + 3, **sizes)), folder)
 
 
 def _saved(model: Any, folder: Path) -> Path:
