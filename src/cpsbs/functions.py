@@ -30,7 +30,7 @@ class Entropy:
         rao_blackwell: average Σ_t H(p(· | y_<t)) instead of Σ_t −log p(y_t | y_<t). Given the
             prefix, the first is the mean of the second, so that the expectation is the same; and
             the search has it in hand (``entropy=True``). The error is usually smaller, by a factor
-            of 1.2 to 6 in docs/estimation.md; not always: where all sequences have the same
+            of 1.2 to 5 in docs/estimation.md; not always: where all sequences have the same
             probability the plain form has none (after Amini, Vieira and Cotterell, 2025).
     """
 

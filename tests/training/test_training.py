@@ -6,6 +6,7 @@ import json
 import lzma
 import random
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_packed_model_computes_what_marian_computes() -> None:
 def test_batches_hold_every_sentence_once_and_fit(prepared: Path) -> None:
     recipe = train.Recipe(steps=10)
     corpus = train.Corpus(prepared, recipe, SHAPE, torch.device("cpu"))
-    seen = 0
+    seen = []
     for batch in corpus.epoch(0, dropout=False):
         for side, size in ((batch.source, SHAPE.source), (batch.target, SHAPE.target)):
             assert len(side.tokens) == size
@@ -103,8 +104,11 @@ def test_batches_hold_every_sentence_once_and_fit(prepared: Path) -> None:
             assert int(lengths.min()) >= 0
             assert int(side.bounds[-1]) <= size
             assert int((side.tokens == 1).sum()) == int((lengths[: SHAPE.sentences] > 0).sum())
-        seen += int((batch.target.tokens == 1).sum())
-    assert seen == len(texts(prepared)[0])
+        bounds = batch.target.bounds[: SHAPE.sentences + 1].tolist()
+        tokens = batch.target.tokens.tolist()
+        seen += [tokens[a:b] for a, b in pairwise(bounds) if a < b]
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    assert sorted(seen) == sorted(tokenizer.encode(text).ids for text in texts(prepared)[1])
 
 
 class Interrupted(Exception):  # noqa: N818

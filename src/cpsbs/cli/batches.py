@@ -45,7 +45,7 @@ def go_through(
     A batch of which a part is done is computed again as a whole, so that a resumed run computes
     what an uninterrupted one does.
     """
-    with _progress(progress and len(numbers) > size) as bar:
+    with progress_bar(progress and len(numbers) > size) as bar:
         task = bar.add_task("", total=len(numbers), completed=len(sink.done))
         for batch in batches(lengths, numbers, size):
             missing = [i for i in batch if i not in sink.done]
@@ -63,14 +63,14 @@ def go_through(
 
 
 class _Rate(ProgressColumn):
-    """Texts a second."""
+    """How many a second."""
 
     def render(self, task: Task) -> Text:
         speed = task.speed
         return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
 
 
-def _progress(wanted: bool) -> Progress:
+def progress_bar(wanted: bool) -> Progress:
     """On standard error, if somebody looks at it."""
     return Progress(
         TextColumn("{task.percentage:>3.0f} %"),

@@ -12,8 +12,8 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from cpsbs.cli.batches import progress_bar
 from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import INPUT, RESULT, Device, Dtype, ModelName, RemoteCode
 from cpsbs.cli.running import errors_told
@@ -121,12 +121,10 @@ def reproduce(
             return
         if not draw_only and missing:
             make_pool = partial(_pool, engine, address, subjects, on)
-            with _progress(say) as progress:
-                task = progress.add_task("", total=sum(cell.effort for cell in missing))
-                done = progress.add_task("cells", total=len(missing))
+            with progress_bar(wanted=True) as bar:
+                hypotheses = bar.add_task("", total=sum(cell.effort for cell in missing))
                 for cell in fill(store, cells, make_pool, count):
-                    progress.advance(task, cell.effort)
-                    progress.advance(done)
+                    bar.advance(hypotheses, cell.effort)
         complete = [
             name for name in names if all(store.has(cell) for cell in plan([name], scale, subject))
         ]
@@ -150,19 +148,16 @@ def _test_set(
 ) -> tuple[list[str], list[str]]:
     if (source is None) != (reference is None):
         raise ValueError("--source and --reference belong together; give both")
-    if source is not None and reference is not None:
-        texts = read_texts(None, source)
-        return texts, read_references(None, reference, len(texts)) or []
-    utils = required("sacrebleu", "metrics").utils
-    try:
-        files = [utils.get_source_file(name, languages)]
-        files += utils.get_reference_files(name, languages)[:1]
-    except (Exception, SystemExit) as error:
-        raise ValueError(
-            f"sacrebleu could not get {name} {languages} ({type(error).__name__}); give the lines "
-            "with --source and --reference"
-        ) from error
-    source, reference = (Path(file) for file in files)
+    if source is None or reference is None:
+        utils = required("sacrebleu", "metrics").utils
+        try:
+            source = Path(utils.get_source_file(name, languages))
+            reference = Path(utils.get_reference_files(name, languages)[0])
+        except (Exception, SystemExit) as error:
+            raise ValueError(
+                f"sacrebleu could not get {name} {languages} ({type(error).__name__}); give the "
+                "lines with --source and --reference"
+            ) from error
     texts = read_texts(None, source)
     return texts, read_references(None, reference, len(texts)) or []
 
@@ -193,16 +188,3 @@ def _duration(seconds: float) -> str:
     if seconds < 120:
         return f"{seconds:.0f} seconds"
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.percentage:>3.0f} %"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("remaining"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-    )

@@ -32,8 +32,6 @@ class Truth:
     value: float
     variance: float
     """Of one run."""
-    error: float
-    """Standard error of the mean of all runs."""
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
@@ -70,11 +68,11 @@ class Estimates:
         self._values = {key: [row["value"] for row in some] for key, some in groups.items()}
         self.spread = {key: _spread(values) for key, values in self._values.items()}
 
-    def rmse(self, nucleus: float | None = None) -> dict[tuple[float, int, str], float]:
-        """By temperature, K and design, averaged over the sentences."""
+    def rmse(self) -> dict[tuple[float, int, str], float]:
+        """By temperature, K and design, averaged over the sentences; without truncation."""
         errors: dict[tuple[float, int, str], list[float]] = defaultdict(list)
-        for (line, temperature, k, design, cut), values in self._values.items():
-            if cut == nucleus and (line, temperature) in self.truth:
+        for (line, temperature, k, design, nucleus), values in self._values.items():
+            if nucleus is None and (line, temperature) in self.truth:
                 true = self.truth[line, temperature].value
                 square = statistics.fmean((value - true) ** 2 for value in values)
                 errors[temperature, k, design].append(math.sqrt(square))
@@ -88,8 +86,7 @@ def _spread(values: list[float]) -> Spread:
 
 def _truth(values: list[float]) -> Truth:
     spread = _spread(values)
-    error = spread.deviation / math.sqrt(len(values))
-    return Truth(spread.mean, spread.deviation**2, error)
+    return Truth(spread.mean, spread.deviation**2)
 
 
 @dataclass(frozen=True)

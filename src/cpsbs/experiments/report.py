@@ -57,7 +57,7 @@ def write_report(
                 _write(folder / "tables" / f"{name}.md", markdown(table).encode())
                 _write(folder / "tables" / f"{name}.csv", _csv(table).encode())
     told = {**settings, "versions": versions()}
-    _write(folder / "settings.json", json.dumps(told, indent=1, default=str).encode() + b"\n")
+    _write(folder / "settings.json", json.dumps(told, indent=1).encode() + b"\n")
     file = folder / "report.html"
     _write(file, _html(experiments, figures, found, written, told).encode())
     return file
@@ -203,7 +203,7 @@ def _html(
                 f"<details><summary>{html.escape(name)}, {len(table)} rows</summary>"
                 f'<div class="scroll">{_html_table(table)}</div></details>'
             )
-    told = html.escape(json.dumps(settings, indent=1, default=str))
+    told = html.escape(json.dumps(settings, indent=1))
     parts.append(f"<h2>Settings and versions</h2><pre>{told}</pre>")
     body = "\n".join(parts)
     return (
