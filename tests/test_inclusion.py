@@ -24,6 +24,7 @@ from cpsbs.inclusion import (
     monte_carlo_reciprocal_variance,
     monte_carlo_variance,
 )
+from cpsbs.polynomials.chunks import read
 from cpsbs.polynomials.inclusion import log_inclusion
 from cpsbs.polynomials.population import split
 from cpsbs.polynomials.weights import CandidateWeights, PlainWeights, WithForcedItem
@@ -146,9 +147,10 @@ def test_a_forced_item_is_conditioning(k: int) -> None:
     """The implicit form that the search uses against ``condition_on``, with and without a tail."""
     generator = torch.Generator().manual_seed(k)
     for n in (20, 2000):
-        scores = 3 * torch.randn((4, 2, n // 2), generator=generator)
+        scores = 3 * torch.randn((4, 2, n // 2), generator=generator).double()
         offset = torch.tensor([[-1.0, -2.0]]).double().expand(4, 2)
-        weights = CandidateWeights(scores, offset - scores.logsumexp(-1).double(), odds=True)
+        chunks = read(scores, 1.0, 32, 4)
+        weights = CandidateWeights(chunks, offset - chunks.log_total, odds=True)
         plain = PlainWeights(weights.values)
         design = ConditionalPoisson(weights.values, k)
         for item in (int(weights.values[0].argmax()), 0, n - 1):

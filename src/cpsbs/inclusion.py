@@ -160,6 +160,7 @@ class Hindsight(DrawingDesign):
     """
 
     name = "hindsight"
+    power_sums = 4
 
     def __init__(
         self, design: ConditionalPoissonDesign, sequences: Tensor, lengths: Tensor
@@ -204,7 +205,7 @@ class Hindsight(DrawingDesign):
         ended = step >= self._lengths[row]  # then it offers itself, in the place of token 0
         last = self._sequences.shape[-1] - 1
         token = torch.where(ended, 0, self._sequences[row, step.clamp(max=last)])
-        return (parent * candidates.scores.shape[-1] + token)[:, None]
+        return (parent * candidates.shape[-1] + token)[:, None]
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """From Q̃; ``log_inclusion`` is that of the prefix under Q, in every place."""

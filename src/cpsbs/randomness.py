@@ -6,12 +6,29 @@ With one for each, what a row gets does not depend on the other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from cpsbs import kernels
+
 Generators = torch.Generator | Sequence[torch.Generator] | None
 """One generator, one for each row, or torch's default one."""
+
+
+BELOW_ONE = 1 - 2.0**-52
+"""Keeps u·x below x when it is rounded."""
+
+
+@dataclass(frozen=True)
+class Counters:
+    """Streams that are a seed and a count each, on a device; for kernels."""
+
+    seeds: Tensor
+    """[B] int64"""
+    counts: Tensor
+    """[B] int64; how many times something was drawn."""
 
 
 class Streams:
@@ -24,14 +41,25 @@ class Streams:
             )
         self.generator = generator
         self._device = device
+        self.counters: Counters | None = None
+        if isinstance(generator, Sequence) and kernels.usable(device):
+            seeds = [_state(g) for g in generator]
+            both = torch.tensor(seeds, dtype=torch.int64).view(-1, 2).to(device)
+            self.counters = Counters(both[:, 0].contiguous(), both[:, 1].contiguous())
 
     @property
     def separate(self) -> bool:
         """Each row has a stream of its own."""
-        return isinstance(self.generator, Sequence)
+        return self.counters is not None or isinstance(self.generator, Sequence)
 
     def uniform(self, row: Tensor, size: tuple[int, ...]) -> Tensor:
         """[A, *size] float64 in [0, 1), for the rows [A] named."""
+        if self.counters is not None:
+            from cpsbs.kernels.noise import uniform
+
+            drawn = uniform(self.counters.seeds, self.counters.counts, row, size)
+            self.counters.counts.index_add_(0, row, torch.ones_like(row))
+            return drawn
         if isinstance(self.generator, Sequence):
             drawn = [self._draw(size, self.generator[r]) for r in row.tolist()]
             return torch.stack(drawn) if drawn else self._draw((0, *size), None)
@@ -39,6 +67,12 @@ class Streams:
 
     def select(self, rows: Tensor) -> Streams:
         """The streams of some of the rows."""
+        if self.counters is not None:
+            some = Streams(None, 0, self._device)
+            some.counters = Counters(self.counters.seeds[rows], self.counters.counts[rows])
+            # What goes on here draws nothing that is drawn there.
+            self.counters.counts.index_add_(0, rows, torch.full_like(rows, 2**16))
+            return some
         if isinstance(self.generator, Sequence):
             chosen = [self.generator[r] for r in rows.tolist()]
             return Streams(chosen, len(chosen), self._device)
@@ -46,6 +80,15 @@ class Streams:
 
     def _draw(self, size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return torch.rand(size, dtype=torch.float64, device=self._device, generator=generator)
+
+
+def _state(generator: torch.Generator) -> tuple[int, int]:
+    """A seed and a count that stand for a generator, which goes on."""
+    if generator.device.type == "cpu":
+        return fresh_seed(generator), 0
+    count = generator.get_offset()
+    generator.set_offset(count + 4)
+    return generator.initial_seed() % 2**63, count % 2**24
 
 
 def fresh_seed(generator: torch.Generator | None) -> int:

@@ -1,7 +1,7 @@
 """The recursion: Y_0 = {BOS}; Y_t = K of (Y_{t−1} ∘ V), picked by a design; return Y_T.
 
-Everything is written for B sources at once. A source whose hypotheses have all ended is put aside;
-the model is asked only about hypotheses that go on.
+Everything is written for B sources at once. Which of the model's rows belong to which hypotheses is
+the business of ``rows``.
 """
 
 from __future__ import annotations
@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpsbs import kernels
 from cpsbs.beams import Beams, Step
 from cpsbs.designs import Candidates, Design, Selection, design_named
 from cpsbs.models.base import SequenceModel
+from cpsbs.polynomials.chunks import beam_chunk_length, read
 from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
+from cpsbs.rows import Rows, rows_of
 
 
 @dataclass(frozen=True)
@@ -126,35 +129,35 @@ def search(
     }
     streams = Streams(generator, model.sources, model.device)
     source = torch.arange(model.sources, device=model.device)
+    eos = torch.tensor(model.eos, dtype=torch.int64, device=model.device)
     beam = _first(chosen, k, streams, source, joint, entropy)
-    scores = model.start()
-    if scores.shape != (model.sources, model.vocab_size):
-        raise ValueError(
-            f"model.start() returned the shape {list(scores.shape)}; "
-            f"it must be [sources, V] = {[model.sources, model.vocab_size]}"
-        )
-    # All roots of a source share the model's row.
-    row = source[:, None].expand(-1, chosen.roots(k))
+    rows = rows_of(model, k, chosen.roots(k), max_length)
     steps: list[Step] = []
     done: list[_Beam] = []
-    for _ in range(max_length):
-        candidates = _candidates(beam, row, scores, temperature, nucleus)
+    broken = torch.zeros((), dtype=torch.bool, device=model.device)
+    for step in range(max_length):
+        last = step + 1 == max_length
+        looks = last or rows.looks(step)
+        candidates = _candidates(beam, rows.scores(beam.open), temperature, nucleus, k, chosen)
+        broken |= ~candidates.log_total.isfinite().all()
+        if looks and bool(broken):
+            raise ValueError("the model's scores of a prefix are NaN, inf, or all -inf")
         selection = chosen.select(candidates, k, streams, joint)
         parent = candidates.parent_of(selection.index)
-        beam = _extended(beam, row, candidates, selection, parent, model)
+        beam = _extended(beam, candidates, selection, parent, rows, eos, model.pad)
         if path:
             steps.append(_step(beam, selection, parent))
-        going = beam.open.any(-1)
-        if not bool(going.all()):
-            done.append(beam.of((~going).nonzero()[:, 0]))
-            rows = going.nonzero()[:, 0]
-            beam, parent, row = beam.of(rows), parent[rows], row[rows]
-            streams = streams.select(rows)
-        if len(beam.source) == 0 or beam.tokens.shape[-1] == max_length:
-            break
-        goes_on = beam.open
-        scores = model.advance(row.gather(-1, parent)[goes_on], beam.tokens[..., -1][goes_on])
-        row = (goes_on.flatten().cumsum(0) - 1).view(goes_on.shape)
+        if looks:
+            going = beam.open.any(-1)
+            left = going.nonzero()[:, 0]
+            if rows.worth_dropping(len(left), len(going)):
+                done.append(beam.of((~going).nonzero()[:, 0]))
+                beam, parent, streams = beam.of(left), parent[left], streams.select(left)
+                rows.keep(left)
+            if len(left) == 0:
+                break
+        if not last:
+            rows.advance(parent, beam.tokens[..., -1], beam.open)
     done.append(beam)
     return _collected(done, chosen, model.pad, settings, tuple(steps) if path else None)
 
@@ -193,84 +196,58 @@ def _first(
 
 
 def _candidates(
-    beam: _Beam, row: Tensor, scores: Tensor, temperature: float, nucleus: float | None
+    beam: _Beam,
+    scores: Tensor,
+    temperature: float,
+    nucleus: float | None,
+    k: int,
+    design: Design,
 ) -> Candidates:
-    """What the open hypotheses can be extended to, and the finished ones as they are."""
-    scores = processed(scores, temperature, nucleus)
-    log_total = _log_sum_exp(scores)
-    if not bool(log_total.isfinite().all()):
-        raise ValueError("the model's scores of a prefix are NaN, inf, or all -inf")
-    going = beam.open
-    if bool(going.all()) and row.shape[-1] * len(row) == len(scores):
-        shape = (*row.shape, -1)
-        return Candidates(
-            beam.log_prob,
-            scores.view(shape),
-            log_total.view(row.shape),
-            ~going,
-            beam.state,
-            beam.log_inclusion,
-        )
-    everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
-    # The rows of the open hypotheses are in their order, but for the roots, which may share one.
-    shared = row[going] if len(scores) != int(going.sum()) else slice(None)
-    everything.view(-1, scores.shape[-1])[going.flatten()] = scores[shared]
-    everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
-    total = torch.where(going, log_total[torch.where(going, row, 0)], 0.0)
+    """What the open hypotheses can be extended to, and the others as they are."""
+    if nucleus is not None:
+        scores, temperature = processed(scores, temperature, nucleus), 1.0
+    _, parents, tokens = scores.shape
+    length = beam_chunk_length(parents, tokens, k, scores.device)
+    terms = design.power_sums
+    if terms > 1 and kernels.usable(scores.device):
+        terms = kernels.POWER_SUMS
+    chunks = read(scores, temperature, length, terms)
     log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
-    return Candidates(log_prob, everything, total, beam.finished, beam.state, beam.log_inclusion)
+    return Candidates(log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
 
 def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:
-    """A model's scores [rows, V], in float32 or float64, scaled and truncated."""
-    if not scores.dtype.is_floating_point or scores.dtype.itemsize < 4:
-        scores = scores.float()
-    if temperature != 1.0:
-        scores = scores / temperature
-    if nucleus is not None and nucleus < 1:
-        scores = _truncated(scores, nucleus)
-    return scores
+    """A model's scores [..., V], in float32 or float64, scaled and truncated.
 
-
-def _log_sum_exp(scores: Tensor) -> Tensor:
-    """[rows] float64 log Σ exp(scores) over the tokens of scores [rows, V].
-
-    The most probable token has p = exp(its score − that), and torch's softmax is faster, and
-    accurate to more digits, than its logsumexp.
+    With ``nucleus``, -inf for all but the most probable tokens that make up this mass.
     """
-    parts = torch.split(scores, max(1, 2**19 // scores.shape[-1]))
-    p = torch.empty_like(parts[0])
-    most = [torch.softmax(part, -1, out=p[: len(part)]).amax(-1) for part in parts]
-    return scores.amax(-1).to(torch.float64) - torch.cat(most).to(torch.float64).log()
-
-
-def _truncated(scores: Tensor, mass: float) -> Tensor:
-    """Scores [rows, V] with -inf for all but the most probable tokens that make up the mass."""
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+    if nucleus is None or nucleus == 1:
+        return scores
     ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    keep = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < mass)
+    keep = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < nucleus)
     return scores.masked_fill(~keep, -math.inf)
 
 
 def _extended(
     beam: _Beam,
-    row: Tensor,
     candidates: Candidates,
     selection: Selection,
     parent: Tensor,
-    model: SequenceModel,
+    rows: Rows,
+    eos: Tensor,
+    pad: int,
 ) -> _Beam:
     """The hypotheses picked."""
-    token = selection.index % model.vocab_size
+    token = selection.index % candidates.shape[-1]
     was_finished = beam.finished.gather(-1, parent)
-    token = torch.where(was_finished | ~selection.present, model.pad, token)
-    ended = torch.isin(token, torch.tensor(model.eos, dtype=token.dtype, device=token.device))
-    stops = getattr(model, "stops", None)
-    if stops is not None:
-        goes_on = selection.present & ~was_finished & ~ended
-        stopped = stops(row.gather(-1, parent)[goes_on], token[goes_on])
-        if stopped is not None:
-            ended = ended.masked_scatter(goes_on, stopped)
+    token = torch.where(was_finished | ~selection.present, pad, token)
+    ended = (token[..., None] == eos).any(-1)
+    goes_on = selection.present & ~was_finished & ~ended
+    stopped = rows.stops(parent, token, goes_on)
+    if stopped is not None:
+        ended = ended.masked_scatter(goes_on, stopped)
     before = beam.tokens.gather(1, parent[..., None].expand(-1, -1, beam.tokens.shape[-1]))
     log_inclusion = None
     if selection.log_inclusion is not None and beam.log_inclusion is not None:

@@ -43,7 +43,7 @@ class Broken(Design):
         if self.fault == "zero":
             return replace(good, index=torch.zeros_like(good.index))
         if self.fault == "outside":
-            return replace(good, index=good.index + candidates.scores[0].numel())
+            return replace(good, index=good.index + candidates.chunks.scores[0].numel())
         if self.fault == "empty":
             return replace(good, present=torch.zeros_like(good.present))
         if self.fault == "sum":
@@ -52,7 +52,7 @@ class Broken(Design):
             noise = 0.1 * torch.rand(good.index.shape).double()
             return replace(good, log_inclusion=good.log_inclusion - noise)
         other = TopK().select(candidates, k, streams)
-        uniform = math.log(k / int((candidates.scores[0] > -math.inf).sum()))
+        uniform = math.log(k / int((candidates.chunks.scores[0] > -math.inf).sum()))
         return replace(other, log_inclusion=torch.full_like(good.log_inclusion, min(uniform, 0.0)))
 
 

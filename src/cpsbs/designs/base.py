@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from cpsbs.polynomials.bernoulli_sum import block_size
+from cpsbs.polynomials.chunks import Chunks
 from cpsbs.randomness import Streams
 
 
@@ -24,10 +26,9 @@ class Candidates:
 
     log_prob: Tensor
     """[B, P] float64, log p of the parents; -inf where there is none."""
-    scores: Tensor
-    """[B, P, V] the model's scores of the next token, not normalised; -inf for no candidate."""
-    log_total: Tensor
-    """[B, P] float64, log Σ exp(scores)."""
+    chunks: Chunks
+    """The model's scores of the next token [B, P, V], not normalised, -inf for no candidate; and
+    what a first reading of them tells."""
     finished: Tensor
     """[B, P] parents that offer themselves and nothing else."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
@@ -35,21 +36,37 @@ class Candidates:
     log_inclusion: Tensor | None = None
     """[B, P] float64, the sum of what the design returned as such along the path of the parents."""
 
+    @property
+    def shape(self) -> torch.Size:
+        """B, P, V."""
+        return self.chunks.shape
+
+    @property
+    def log_total(self) -> Tensor:
+        """[B, P] float64, log Σ exp(score)."""
+        return self.chunks.log_total
+
+    @property
+    def offset(self) -> Tensor:
+        """[B, P] float64; log p of a candidate is its score plus this."""
+        return self.log_prob - self.log_total
+
     def log_conditional(self) -> Tensor:
         """[B, P, V] float64 log p(token | parent)."""
-        return self.scores - self.log_total[..., None]
+        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
+        return scores.sub_(self.log_total[..., None])
 
     def log_joint(self) -> Tensor:
         """[B, P·V] float64 log p of the candidates."""
-        return (self.scores + (self.log_prob - self.log_total)[..., None]).flatten(1)
+        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
+        return scores.add_(self.offset[..., None]).flatten(1)
 
     def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Candidates:
         """The extensions of some parents of some sources."""
         past = self.log_inclusion
         return Candidates(
             self.log_prob[rows][:, parents],
-            self.scores[rows][:, parents],
-            self.log_total[rows][:, parents],
+            self.chunks.of(rows, parents),
             self.finished[rows][:, parents],
             {name: value[rows][:, parents] for name, value in self.state.items()},
             None if past is None else past[rows][:, parents],
@@ -57,22 +74,22 @@ class Candidates:
 
     def entropy(self) -> Tensor:
         """[B, P] float64 entropy of the next token after each parent; 0 for a finished one."""
-        rows = self.scores.flatten(0, 1)
+        rows = self.chunks.scores.flatten(0, 1)
         # Block by block, so that nothing of the size of the scores is kept.
-        parts = torch.split(rows, max(1, 2**19 // rows.shape[-1]))
-        sums = [torch.special.entr(p.softmax(-1)).sum(-1, dtype=torch.float64) for p in parts]
+        parts = torch.split(rows, max(1, block_size(rows.device) // rows.shape[-1]))
+        kind = torch.promote_types(rows.dtype, torch.float32)
+        scaled = (part.to(kind) / self.chunks.temperature for part in parts)
+        sums = [torch.special.entr(x.softmax(-1)).sum(-1, dtype=torch.float64) for x in scaled]
         entropy = torch.cat(sums).view(self.log_total.shape)
         return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
 
     def parent_of(self, index: Tensor) -> Tensor:
         """[B, K] the parents of the candidates [B, K]."""
-        return index // self.scores.shape[-1]
+        return index // self.shape[-1]
 
     def log_prob_of(self, index: Tensor) -> Tensor:
         """[B, K] float64 log p of the candidates [B, K]."""
-        parent = self.parent_of(index)
-        score = self.scores.flatten(1).gather(-1, index).to(torch.float64)
-        return score + (self.log_prob - self.log_total).gather(-1, parent)
+        return self.chunks.take_along(index) + self.offset.gather(-1, self.parent_of(index))
 
 
 @dataclass(frozen=True)
@@ -95,11 +112,13 @@ class Design(ABC):
     """A rule that picks K candidates.
 
     ``name`` is what people call it, ``summary`` what it is in a line. ``distinct`` says that no
-    candidate is picked twice, ``estimates`` that its beams have weights for estimates.
+    candidate is picked twice, ``estimates`` that its beams have weights for estimates, and
+    ``power_sums`` how many the first reading of the scores is to collect.
     """
 
     name: str
     summary: str = ""
+    power_sums: int = 1
     distinct: bool = True
     estimates: bool = True
 

@@ -24,8 +24,10 @@ class Calibrated(DrawingDesign):
     name = "calibrated"
     summary = "conditional Poisson aimed at inclusion in proportion to what a prefix counts"
 
+    power_sums = 4
+
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """A conditional Poisson sample with the odds of the targets as weights."""
         targets = find_targets(candidates, k)
         offset = targets.offset + targets.log_scale[:, None]
-        return draw_poisson(CandidateWeights(candidates.scores, offset, True), k, streams, joint)
+        return draw_poisson(CandidateWeights(candidates.chunks, offset, True), k, streams, joint)

@@ -10,6 +10,7 @@ import math
 import torch
 
 from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.polynomials.chunks import read
 from cpsbs.randomness import Streams
 
 DRAWS = 4000
@@ -51,8 +52,7 @@ def _example(
     streams = Streams(generator, DRAWS, torch.device("cpu"))
     return Candidates(
         log_prob=log_prob.expand(DRAWS, parents),
-        scores=scores.expand(DRAWS, parents, tokens),
-        log_total=scores.logsumexp(-1).expand(DRAWS, parents),
+        chunks=read(scores.expand(DRAWS, parents, tokens), 1.0, tokens, design.power_sums),
         finished=torch.zeros((DRAWS, parents), dtype=torch.bool),
         state={
             name: value if value.shape[-1] == parents else value.expand(DRAWS, parents).clone()
@@ -64,7 +64,7 @@ def _example(
 
 def _check_selection(design: Design, candidates: Candidates, selection: Selection, k: int) -> None:
     index, present = selection.index, selection.present
-    possible = (candidates.scores.flatten(1) > -math.inf)[0]
+    possible = candidates.chunks.scores[0].flatten() > -math.inf
     if index.shape != (DRAWS, k) or present.shape != (DRAWS, k):
         raise ValueError(f"{design.name} returned the shape {list(index.shape)}; it must be [B, K]")
     if int(index.min()) < 0 or int(index.max()) >= len(possible):
@@ -82,7 +82,7 @@ def _check_selection(design: Design, candidates: Candidates, selection: Selectio
 
 def _check_inclusion(candidates: Candidates, selection: Selection, k: int) -> None:
     assert selection.log_inclusion is not None
-    n = candidates.scores[0].numel()
+    n = candidates.chunks.scores[0].numel()
     here = selection.present
     index, pi = selection.index[here], selection.log_inclusion[here].exp()
     times = torch.bincount(index, minlength=n).double()
@@ -91,7 +91,7 @@ def _check_inclusion(candidates: Candidates, selection: Selection, k: int) -> No
     if spread > 1e-9:
         raise ValueError(f"the inclusion probability of a candidate varies by {spread}")
     seen = times > 0
-    expected = min(k, int((candidates.scores[0] > -math.inf).sum()))
+    expected = min(k, int((candidates.chunks.scores[0] > -math.inf).sum()))
     # Candidates that never came up may hold what is missing, but not much of it.
     missing = expected - float(mean.sum())
     if missing < -1e-6 or missing > 20 / DRAWS * int((~seen).sum()) + 1e-6:

@@ -55,7 +55,7 @@ class Diverse(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """Group after group."""
-        sources, parents, tokens = candidates.scores.shape
+        sources, parents, tokens = candidates.shape
         groups = self.roots(k)
         each, size = parents // groups, k // groups
         penalty = candidates.log_prob.new_zeros((sources, tokens))
@@ -64,7 +64,7 @@ class Diverse(Design):
         for g in range(groups):
             part = slice(g * each, (g + 1) * each)
             finished = candidates.finished[:, part]
-            total = candidates.scores[:, part] - candidates.log_total[:, part, None]
+            total = candidates.of(slice(None), part).log_conditional()
             total = total + candidates.state["score"][:, part, None]
             total = total - torch.where(finished[..., None], 0.0, penalty[:, None, :])
             values, index = largest(total.flatten(1), size)

@@ -11,7 +11,6 @@ from torch.nn.functional import pad
 
 from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.polynomials.population import TooFewError
-from cpsbs.polynomials.weights import CandidateWeights
 from cpsbs.randomness import Streams
 
 
@@ -30,16 +29,15 @@ class DrawingDesign(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """``draw``; but sources with too few candidates keep them all, with certainty."""
-        log_p = CandidateWeights(
-            candidates.scores, candidates.log_prob - candidates.log_total, odds=False
-        )
-        few = torch.ones(len(candidates.scores), dtype=torch.bool, device=log_p.device)
-        if log_p.shape[1] > k:
+        sources, parents, tokens = candidates.shape
+        few = torch.ones(sources, dtype=torch.bool, device=candidates.log_prob.device)
+        if parents * tokens > k:
             try:
                 return self.draw(candidates, k, streams, joint)
             except TooFewError as error:
                 few = error.rows  # only the first steps of a search come here
-        values, index = log_p.largest(min(k, log_p.shape[1]))
+        here = min(k, parents * tokens)
+        values, index = candidates.chunks.largest(candidates.offset, here)
         kept = _everything(values, index, k, joint)
         rows = (~few).nonzero()[:, 0]
         if len(rows) == 0:

@@ -43,12 +43,21 @@ class GumbelTopK(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The K candidates with the largest scores."""
-        sources, parents, tokens = candidates.scores.shape
-        log_p = candidates.log_joint().view(sources, parents, tokens)
-        row = torch.arange(sources, device=log_p.device)
-        noise = _gumbel(streams.uniform(row, (parents, tokens)))
-        score = _given_maximum(log_p + noise, candidates.state["score"][..., None])
-        values, index = largest(score.flatten(1), k + 1)
+        chunks, (sources, parents, _) = candidates.chunks, candidates.shape
+        row = torch.arange(sources, device=candidates.log_prob.device)
+        each = chunks.log_masses.shape[-1]
+        # A chunk of tokens is a step of its own: its largest score is a Gumbel located at the
+        # logarithm of its mass. The K + 1 largest scores lie in the chunks with the K + 1 largest.
+        noise = _gumbel(streams.uniform(row, (parents, each)))
+        score = chunks.log_masses + candidates.offset[..., None] + noise
+        score = _given_maximum(score, candidates.state["score"][..., None])
+        values, chosen = largest(score.flatten(1), k + 1)
+        item, log_p = chunks.members(chosen)
+        log_p = log_p + candidates.offset.gather(-1, chosen // each)[..., None]
+        score = log_p + _gumbel(streams.uniform(row, log_p.shape[1:]))
+        score = _given_maximum(score, values[..., None])
+        values, place = largest(score.flatten(1), k + 1)
+        index = item.view(sources, -1).gather(-1, place)
         threshold = torch.maximum(candidates.state["threshold"][:, :1], values[:, k:])
         return Selection(
             index=index[:, :k],

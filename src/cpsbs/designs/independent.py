@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.base import Candidates, Design, Selection
-from cpsbs.randomness import Streams
+from cpsbs.randomness import BELOW_ONE, Streams
 
 
 class Independent(Design):
@@ -30,7 +30,7 @@ class Independent(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """One token for each row, by its conditional distribution."""
-        row = torch.arange(len(candidates.scores), device=candidates.scores.device)
+        row = torch.arange(len(candidates.log_prob), device=candidates.log_prob.device)
         token, _, _ = invert(candidates, streams.uniform(row, (k,)))
         return one_each(candidates, token)
 
@@ -46,20 +46,32 @@ def one_each(
 ) -> Selection:
     """Each row extended by its token [B, K]."""
     row = torch.arange(token.shape[-1], device=token.device)
-    index = row * candidates.scores.shape[-1] + token
+    index = row * candidates.shape[-1] + token
     return Selection(index, torch.ones_like(index, dtype=torch.bool), state=state or {})
 
 
 def invert(candidates: Candidates, code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, P] the token whose stretch of [0, 1) holds the code [B, P], where it begins, its length.
 
-    Stretches are as long as the tokens are probable, in the order of the vocabulary.
+    Stretches are as long as the tokens are probable, in the order of the vocabulary: first the
+    stretch of a chunk is found, then that of the token in it.
     """
-    p = candidates.log_conditional().exp_()
-    end = p.cumsum(-1)
-    # Rounded, the level must stay below the total.
-    level = code[..., None] * end[..., -1:] * (1 - 2.0**-52)
-    token = torch.searchsorted(end, level, right=True)
-    length = p.gather(-1, token)
-    start = end.gather(-1, token) - length
+    chunks, (_, parents, tokens) = candidates.chunks, candidates.shape
+    share = (chunks.log_masses - chunks.log_total[..., None]).exp_()
+    end = share.cumsum(-1)
+    # Rounded, a level must stay below the total.
+    level = code[..., None] * end[..., -1:] * BELOW_ONE
+    chunk = torch.searchsorted(end, level, right=True)
+    mass = share.gather(-1, chunk)
+    begin = end.gather(-1, chunk) - mass
+    parent = torch.arange(parents, device=code.device)
+    number = parent * share.shape[-1] + chunk[..., 0]
+    item, score = chunks.members(number)
+    inside = score.softmax(-1)
+    until = inside.cumsum(-1)
+    level = ((level - begin) / mass).clamp_(0.0, 1.0) * until[..., -1:] * BELOW_ONE
+    place = torch.searchsorted(until, level, right=True)
+    length = inside.gather(-1, place) * mass
+    start = begin + (until.gather(-1, place) - inside.gather(-1, place)) * mass
+    token = item.gather(-1, place) - (parent * tokens)[:, None]
     return token[..., 0], start[..., 0], length[..., 0]

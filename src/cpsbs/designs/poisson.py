@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from cpsbs.polynomials.draws import draw
 from cpsbs.polynomials.inclusion import joint_log_inclusion_at, log_inclusion_at
 from cpsbs.polynomials.population import split
 from cpsbs.polynomials.weights import CandidateWeights, PlainWeights, Weights
-from cpsbs.randomness import Streams
+from cpsbs.randomness import Counters, Streams
+
+MOST_BY_KERNEL = 256
+"""Largest K that a kernel draws; it holds the 8 K + 40 largest candidates in registers."""
 
 
 class ConditionalPoissonDesign(DrawingDesign):
@@ -30,6 +33,7 @@ class ConditionalPoissonDesign(DrawingDesign):
 
     name = "conditional-poisson"
     summary = "the paper's CPSBS: conditional Poisson sampling at every step"
+    power_sums = 4
 
     def __init__(
         self, weights: Literal["odds", "probability"] = "odds", anneal: float = 1.0
@@ -55,16 +59,20 @@ class ConditionalPoissonDesign(DrawingDesign):
 
     def candidate_weights(self, candidates: Candidates, k: int) -> Weights:
         """The weights of the candidates."""
-        offset = candidates.log_prob - candidates.log_total
         if self.anneal == 1.0:
-            return CandidateWeights(candidates.scores, offset, odds=self.weights == "odds")
-        log_p = (candidates.scores + offset[..., None]).flatten(1)
+            odds = self.weights == "odds"
+            return CandidateWeights(candidates.chunks, candidates.offset, odds)
+        log_p = candidates.log_joint()
         design = ConditionalPoisson.from_log_probs(log_p, k, self.weights, self.anneal)
         return PlainWeights(design.log_weights)
 
 
 def draw_poisson(weights: Weights, k: int, streams: Streams, joint: bool) -> Selection:
     """A conditional Poisson sample, with its inclusion probabilities."""
+    counters = streams.counters
+    of_scores = isinstance(weights, CandidateWeights) and weights.chunks.sums.dtype == torch.float32
+    if counters is not None and of_scores and not joint and k <= MOST_BY_KERNEL:
+        return _by_kernel(cast(CandidateWeights, weights), k, counters)
     with torch.inference_mode():
         population = split(weights, k, "the model's scores")
         index = draw(population, 1, streams)[0]
@@ -78,3 +86,16 @@ def draw_poisson(weights: Weights, k: int, streams: Streams, joint: bool) -> Sel
         log_inclusion=log_inclusion.clone(),
         joint_log_inclusion=None if pairs is None else pairs.clone(),
     )
+
+
+def _by_kernel(weights: CandidateWeights, k: int, counters: Counters) -> Selection:
+    """The same by ``cpsbs.kernels``, where sources with too few candidates keep them all."""
+    from cpsbs.kernels.poisson import draw
+
+    head, index = weights.largest(min(8 * k + 40, weights.shape[1]))
+    drawn = draw(
+        weights.chunks, weights.offset, weights.odds, head, index, k,
+        counters.seeds, counters.counts,
+    )  # fmt: skip
+    counters.counts.add_(1)
+    return Selection(drawn.index, drawn.present, drawn.log_inclusion)

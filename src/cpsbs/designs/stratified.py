@@ -25,9 +25,7 @@ from torch import Tensor
 from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
-from cpsbs.randomness import Streams
-
-BELOW_ONE = 1 - 2.0**-52
+from cpsbs.randomness import BELOW_ONE, Streams
 
 
 class Stratified(DrawingDesign):
@@ -39,7 +37,7 @@ class Stratified(DrawingDesign):
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Heavy candidates, and light ones by parents."""
         targets = find_targets(candidates, k)
-        sources, parents, tokens = candidates.scores.shape
+        sources, parents, tokens = candidates.shape
         slot = torch.arange(k, device=targets.index.device)
         is_heavy = slot < targets.heavy[:, None]
         row = torch.arange(sources, device=slot.device)
@@ -79,7 +77,7 @@ class Stratified(DrawingDesign):
         )
         index = torch.where(is_heavy, targets.index, index)
         index, order = index.sort(dim=-1)
-        score = candidates.scores.flatten(1).gather(-1, index).to(torch.float64)
+        score = candidates.chunks.take_along(index)
         log_target = score + targets.offset.gather(-1, index // tokens)
         log_target = (log_target + targets.log_scale[:, None]).clamp(max=0.0)
         return Selection(
@@ -120,7 +118,7 @@ def _in_chunks(
     ``end`` [R, K, C] are the ends of the parent's chunks, in the order of ``of_chunks`` [R, C];
     ``in_chunk`` [R, m] is the order of the tokens in a chunk.
     """
-    tokens = candidates.scores.shape[-1]
+    tokens = candidates.shape[-1]
     chunk = torch.searchsorted(end, at[..., None] * BELOW_ONE, right=True)
     chunk = chunk.clamp_(max=end.shape[-1] - 1)
     begin = torch.where(chunk > 0, end.gather(-1, (chunk - 1).clamp(min=0)), 0.0)[..., 0]
@@ -130,7 +128,7 @@ def _in_chunks(
     known = targets.index.sort(dim=-1).values
     place = torch.searchsorted(known, index.flatten(1)).clamp_(max=known.shape[-1] - 1)
     taken = (known.gather(-1, place) == index.flatten(1)).view(index.shape)
-    score = candidates.scores.flatten(1).gather(-1, index.flatten(1)).view(index.shape)
+    score = candidates.chunks.take_along(index.flatten(1)).view(index.shape)
     shift = targets.offset.gather(-1, parent) - targets.reference[:, None]
     worth = (score + shift[..., None]).exp_().masked_fill_(taken | (token >= tokens), 0.0)
     worth = worth.cumsum(-1)

@@ -39,8 +39,8 @@ class SumAndSample(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The last place is for the sample."""
-        sources, parents, tokens = candidates.scores.shape
-        row = torch.arange(sources, device=candidates.scores.device)
+        sources, parents, tokens = candidates.shape
+        row = torch.arange(sources, device=candidates.log_prob.device)
         uniform = streams.uniform(row, (3,))
         log_dropped = candidates.state["log_dropped"][:, -1]
         held = log_dropped > -math.inf  # where there is a sample, it is the last parent

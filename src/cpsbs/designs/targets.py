@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.base import Candidates
-from cpsbs.polynomials.population import TooFewError, first_power_sums
-from cpsbs.polynomials.weights import PlainWeights, chunk_length, largest_by_chunks
+from cpsbs.polynomials.population import TooFewError
 
 
 @dataclass(frozen=True)
@@ -63,24 +62,15 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
     so that no digits are lost where a few candidates have nearly all the weight.
     """
     assert candidates.log_inclusion is not None
-    scores = candidates.scores
-    sources, parents, tokens = scores.shape
-    offset = candidates.log_prob - candidates.log_inclusion - candidates.log_total
+    sources, parents, _ = candidates.shape
+    offset = candidates.offset - candidates.log_inclusion
     offset = torch.where(candidates.log_prob == -math.inf, -math.inf, offset)
-    values, index = largest_by_chunks(scores, offset, k)
+    values, index = candidates.chunks.largest(offset, k)
     reference = values[:, -1]
-    chunk = chunk_length(parents * tokens, k)
-    # The K largest are left out, each in the row of its parent.
-    parent = torch.arange(parents, device=scores.device)
-    place = torch.where(
-        (index // tokens)[:, None, :] == parent[:, None], index[:, None] % tokens, -1
-    )
-    chunk_sums = first_power_sums(
-        PlainWeights(scores.flatten(0, 1)),
-        (reference[:, None] - offset).flatten(),
-        place.flatten(0, 1),
-        chunk,
-    ).view(sources, parents, -1)
+    known = index.sort(dim=-1).values
+    chunk_sums = candidates.chunks.masses(offset - reference[:, None], known, 1)[0]
+    chunk_sums = chunk_sums.view(sources, parents, -1)
+    chunk = candidates.chunks.length
     worth = (values - reference[:, None]).clamp_(max=700.0).exp_()
     rest = chunk_sums.sum((1, 2))
     if not bool((rest > 0).all()):

@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cpsbs.designs.base import Candidates, Design, Selection
-from cpsbs.polynomials.weights import CandidateWeights
 from cpsbs.randomness import Streams
 
 
@@ -24,10 +23,8 @@ class TopK(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The K candidates with the largest probability."""
-        offset = candidates.log_prob - candidates.log_total
-        log_p = CandidateWeights(candidates.scores, offset, odds=False)
-        here = min(k, log_p.shape[1])
-        values, index = log_p.largest(here)
+        here = min(k, candidates.shape[1] * candidates.shape[2])
+        values, index = candidates.chunks.largest(candidates.offset, here)
         missing = (0, k - here)
         return Selection(pad(index, missing), pad(values > -math.inf, missing))
 

@@ -5,15 +5,20 @@ positions) it does for us too: ``model.generate`` is called with a decoding meth
 what it is given. From there on the rows are ours. They are selected by parent at every step, so
 that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
 hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of some source
-changes.
+changes. On a GPU a step of many small kernels costs more to launch than to compute; there every
+source keeps the same number of rows, and the step is recorded once (see ``cpsbs.models.recorded``).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from cpsbs.models.recorded import RecordedSteps
 
 CACHE = "past_key_values"
 
@@ -108,6 +113,7 @@ class TransformersModel:
         self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
         self._source = torch.arange(self.sources, device=self.device)
         self._started = False
+        self._recorded: RecordedSteps | None = None
         text_config = model.config.get_text_config()
         self.vocab_size: int = getattr(text_config, "vocab_size", 0)
 
@@ -127,6 +133,67 @@ class TransformersModel:
         self._select(parent)
         self._ids = torch.cat([self._ids, token[:, None]], dim=-1)
         return self._forward(first=False)
+
+    def fix_rows(self, k: int, steps: int) -> bool:
+        """Whether every source can have K rows from here on, for at most ``steps`` more tokens.
+
+        Then ``step`` takes the place of ``advance``. It is possible after ``start``, on a GPU, for
+        models that hold nothing between tokens but keys and values; and not if the caller has
+        stopping criteria.
+        """
+        from cpsbs.models import recorded
+
+        on_gpu = self.device.type == "cuda"
+        at_start = self._started and len(self._ids) == self.sources and self._recorded is None
+        if not (on_gpu or recorded.ON_CPU) or not at_start or self._criteria or steps < 1:
+            return False
+        self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart())
+        if self._recorded is None:
+            return False
+        del self._kwargs[CACHE]
+        if self._processors:
+            self._ids = self._ids.repeat_interleave(k, dim=0)
+        return True
+
+    def step(self, parent: Tensor, token: Tensor) -> Tensor:
+        """[b·K, V] scores after one more token, once the rows are fixed.
+
+        The next step overwrites them. They are of the model's dtype unless there are processors.
+
+        Args:
+            parent: [b, K] which of its source's rows, 0 … K − 1, each row continues. At first they
+                are all alike.
+            token: [b, K]
+        """
+        if self._recorded is None:
+            raise ValueError("step() needs fix_rows() to have returned True")
+        scores = self._recorded.step(parent, token)
+        if not self._processors:
+            return scores
+        first = torch.arange(0, parent.numel(), parent.shape[1], device=self.device)
+        before = self._ids[(first[:, None] + parent).flatten()]
+        self._ids = torch.cat([before, token.reshape(-1, 1)], dim=-1)
+        scores = scores.to(torch.float32, copy=True)
+        for process in self._processors:
+            scores = process(self._ids, scores)
+        return scores
+
+    def keep_sources(self, sources: Tensor) -> None:
+        """Only these sources [b'], in ascending order, go on; the rows are fixed."""
+        if self._recorded is None:
+            raise ValueError("keep_sources() needs fix_rows() to have returned True")
+        self._recorded.keep_sources(sources)
+        if self._processors:
+            self._ids = self._ids.view(-1, self._recorded.k, self._ids.shape[-1])[sources]
+            self._ids = self._ids.flatten(0, 1)
+
+    def _apart(self) -> TransformersModel:
+        """A copy that can go on by itself, without processors."""
+        apart = copy.copy(self)
+        apart._processors, apart._kwargs = [], dict(self._kwargs)
+        if CACHE in apart._kwargs:
+            apart._kwargs[CACHE] = _shallow(apart._kwargs[CACHE])
+        return apart
 
     def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
         """[rows] whether a stopping criterion of the caller ends these extensions."""
@@ -207,6 +274,17 @@ def _rows(value: Any, index: Tensor) -> Any:
             if isinstance(value[key], Tensor):
                 value[key] = _rows(value[key], index)
     return value
+
+
+def _shallow(cache: Any) -> Any:
+    """A cache of the same tensors. Layers that grow replace theirs and do not write into them."""
+    cache = copy.copy(cache)
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(cache, name):
+            setattr(cache, name, _shallow(getattr(cache, name)))
+    if hasattr(cache, "layers"):
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+    return cache
 
 
 def _prepared(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:

@@ -135,16 +135,14 @@ def _tail_items(
 
     ``uniform`` [Q, 2] finds the chunk, and the item in it.
     """
-    rows, n = population.weights.shape
+    rows = len(population.head)
     # Rounded, row + uniform must stay below row + 1.
     target = (uniform[:, 0] - rows * 2.0**-52).clamp_(min=0).add_(row)
     chunk = torch.searchsorted(cumulative, target, right=True) - row * tail.chunk_sums.shape[-1]
-    item = (chunk * tail.chunk)[:, None] + torch.arange(tail.chunk, device=row.device)
-    inside = item.clamp(max=n - 1)
+    item, log_weight = population.weights.members(row, chunk, tail.chunk)
     head = population.head_index[row]
-    found = torch.searchsorted(head, inside).clamp_(max=head.shape[-1] - 1)
-    excluded = (head.gather(-1, found) == inside) | (item >= n)
-    log_weight = population.weights.take(row[:, None], inside)
+    found = torch.searchsorted(head, item).clamp_(max=head.shape[-1] - 1)
+    excluded = head.gather(-1, found) == item
     weight = log_weight.sub_(tail.unit[row, None]).exp_().masked_fill_(excluded, 0.0).cumsum(-1)
     # Rounded, the level must stay below the total.
     level = uniform[:, 1] * weight[:, -1] * (1 - 2.0**-52)

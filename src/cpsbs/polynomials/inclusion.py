@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from .bernoulli_sum import BernoulliSum, block_size
+from .memory import working_memory
 from .population import Population, Tail
-from .weights import working_memory
 
 
 def log_inclusion_at(population: Population, y: Tensor) -> Tensor:

@@ -14,9 +14,9 @@ P_1 e^s ≤ (1 + u) Σ_{tail} w_n e^s/(1 + w_n e^s) ≤ (K + ½)(1 + u), and wha
 
     Σ_{j > J} P_j e^{sj} / j  ≤  (K + ½)(1 + u) u^J / ((J + 1) (1 − u)) .
 
-J is the smallest number that puts this below ``TRUNCATION``. At least M − K − 1 coins of the head
-that are not forced are as likely as any in the tail and together they expect at most K + 1 heads,
-so with M ≥ 8 K + 40 u is below 1/4 for every input, and J below 25; typically it is 4 to 10.
+J is so large that this does not matter (``weights``). At least M − K − 1 coins of the head that are
+not forced are as likely as any in the tail and together they expect at most K + 1 heads, so with
+M ≥ 8 K + 40 u is below 1/4 for every input, and J below 25; typically it is 4 to 10.
 """
 
 from __future__ import annotations
@@ -29,11 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .bernoulli_sum import BernoulliSum, PowerSums, block_size
-from .weights import PlainWeights, Weights, chunk_length, working_memory
-
-TRUNCATION = 1e-13
-"""Largest contribution to a logarithm that may be cut off."""
+from .bernoulli_sum import BernoulliSum, PowerSums
+from .weights import PlainWeights, Weights
 
 TAIL_SPREAD = 4.0
 """Largest Σ_{n ∈ tail} (odds of n)² before the head is made larger.
@@ -249,101 +246,35 @@ def _check(ranked: Tensor, k: int, name: str) -> bool:
 
 
 def _tail(population: Population) -> Tail:
-    head, k = population.head, population.k
+    head = population.head
     # No tail item exceeds the smallest of the head, which is what "largest" means from here on.
     largest = population.ranked[:, -2]
     unit = finite_or_zero(largest)
 
     # How many power sums? That depends on the odds u of the largest tail item, and these on the
-    # tail. Bound u from above, with the head at hand: the heads expected at odds u are a concave
-    # function of u, so from any u that is too large, u·wanted/expected is smaller and still too
-    # large. K + ½ heads are the most that is ever asked for.
+    # tail. Bound u from above: the heads expected at odds u are a concave function of u, so from any
+    # u that is too large, u·wanted/expected is smaller and still too large. K + ½ heads are the most
+    # that is ever asked for, and a tail of mass P_1 expects at least P_1 u/(1 + u).
     log_weights = head - unit[:, None]
     wanted, free = population.wanted(0.5), torch.full_like(unit, head.shape[-1])
     if not population.plain:
         log_weights = torch.where(head < math.inf, log_weights, -math.inf)
         wanted, free = wanted - population.forced, free - population.forced
-    u = wanted / (free - wanted)
-    for _ in range(2):
-        expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1)
-        u = u * (wanted / expected).clamp_(max=1.0)
-    odds = float(torch.where(largest == -math.inf, 0.0, u).max())
+    empty = largest == -math.inf
 
-    chunk = chunk_length(population.n, head.shape[-1])
+    def odds(mass: Tensor | None) -> Tensor:
+        u = wanted / (free - wanted)
+        for _ in range(2 if mass is None else 3):
+            expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1)
+            if mass is not None:
+                expected += mass * u / (1 + u)
+            u = u * (wanted / expected).clamp_(max=1.0)
+        return u.masked_fill_(empty, 0.0)
+
     # Rounded, the unit is not quite what was said above; what counts is that all use the same.
     unit = unit + population.reference
     largest = torch.where(largest == -math.inf, -math.inf, unit - population.reference)
-    sums, chunk_sums = _power_sums(population.weights, unit, population.head_index, k, odds, chunk)
+    sums, chunk_sums, chunk = population.weights.power_sums(
+        unit, population.head_index, population.k, odds
+    )
     return Tail(PowerSums(largest, sums), unit, chunk_sums, chunk)
-
-
-def terms_needed(k: int, odds: float) -> int:
-    """J, how many power sums a tail needs whose largest odds are at most this.
-
-    At least two: the second one also measures the spread of the tail.
-    """
-    terms = 2
-    while (k + 0.5) * (1 + odds) * odds**terms > TRUNCATION * (terms + 1) * (1 - odds):
-        terms += 1
-    return terms
-
-
-def first_power_sums(weights: Weights, unit: Tensor, excluded: Tensor, chunk: int) -> Tensor:
-    """[R, C] sums of exp(log w − unit) over what is not excluded, chunk by chunk."""
-    return _power_sums(weights, unit, excluded, 0, None, chunk)[1]
-
-
-def _power_sums(
-    weights: Weights, unit: Tensor, excluded: Tensor, k: int, odds: float | None, chunk: int
-) -> tuple[Tensor, Tensor]:
-    """[R, J] sums of exp(j (log w − unit)) over what is not excluded; for j = 1 also [R, C].
-
-    ``excluded`` [R, M] are positions. Works in blocks that stay in the processor's cache, so that
-    the weights are read once and nothing of their size is written.
-
-    ``odds`` bounds those of the largest tail item. A block's first power sum P may lower it: the
-    block expects at most K + ½ heads, so that u P/(1 + u) ≤ K + ½. Without ``odds``, J = 1.
-    """
-    terms = 1 if odds is None else terms_needed(k, odds)
-    used = 1
-    rows, n = weights.shape
-    block = block_size(weights.device)
-    columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
-    columns += -columns % chunk
-    height = max(1, min(rows, block // columns))
-    # One column more than needed, to write what is excluded from other blocks to.
-    memory = working_memory(height * (2 * columns + 1), unit.device)
-    power = memory[: height * columns].view(height, columns)
-    weight = memory[height * columns :].view(height, columns + 1)
-    sums, chunk_sums = [], []
-    for top in range(0, rows, height):
-        row = slice(top, top + height)
-        row_sums, row_chunk_sums = [], []
-        for left in range(0, n, columns):
-            width = min(columns, n - left)
-            padded = width + -width % chunk
-            here = unit[row, None]
-            w = weight[: len(here)]
-            weights.fill(row, left, here, w[:, :width], power[: len(here), :width])
-            w[:, width:padded] = 0.0
-            place = excluded[row] - left
-            outside = (place < 0) | (place >= width)
-            w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
-            w, p = w[:, :padded], power[: len(here), :padded]
-            by_chunk = w.view(len(here), -1, chunk).sum(-1)
-            total = by_chunk.sum(-1)
-            powers = total.new_zeros((len(here), terms))
-            powers[:, 0] = total
-            here_needed = 1
-            if odds is not None:
-                share = (k + 0.5) / max(float(total.min()), k + 1.0)
-                here_needed = terms_needed(k, min(odds, share / (1 - share)))
-            used = max(used, here_needed)
-            for j in range(1, here_needed):
-                torch.mul(w if j == 1 else p, w, out=p)
-                torch.sum(p, -1, out=powers[:, j])
-            row_sums.append(powers)
-            row_chunk_sums.append(by_chunk)
-        sums.append(torch.stack(row_sums).sum(0))
-        chunk_sums.append(torch.cat(row_chunk_sums, dim=-1))
-    return torch.cat(sums)[:, :used], torch.cat(chunk_sums)

@@ -1,48 +1,36 @@
 """Where the N weights of a row come from: a tensor, or a model's scores as they are.
 
-The arithmetic needs three things of them: the largest few, some at given places, and all of them
-once, block by block. A beam's K·V candidates can give that without ever being written down: their
-log-probabilities are the scores of the model plus a number for each parent, and their odds follow
-from these on the way.
+The arithmetic needs three things of them: the largest few, some at given places, and power sums of
+all the others. A beam's K·V candidates can give that without ever being written down: their
+log-probabilities are the scores of the model plus a number for each parent, and one reading of the
+scores (``chunks``) is enough for the sums.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from abc import ABC, abstractmethod
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from .bernoulli_sum import block_size
+from .chunks import Chunks, chunk_length
+from .memory import working_memory
+
 NO_DIFFERENCE = -38.0
 """log p below which p and p/(1 − p) are the same number."""
 
+TRUNCATION = 1e-13
+"""Largest contribution to a logarithm that may be cut off."""
 
-class _Buffers(threading.local):
-    """Memory that a thread works in, by device."""
+TRUNCATION_32 = 1e-7
+"""The same where the sums are of float32 numbers."""
 
-    def __init__(self) -> None:
-        self.of: dict[torch.device, Tensor] = {}
-
-
-_BUFFERS = _Buffers()
-
-
-def working_memory(size: int, device: torch.device) -> Tensor:
-    """[size] float64 to scribble on until the next call in this thread.
-
-    On a CPU it is kept: memory that is asked for anew is mapped page by page when it is first
-    written to, which takes as long as the arithmetic that is done in it.
-    """
-    buffer = _BUFFERS.of.get(device)
-    if buffer is None or buffer.numel() < size:
-        with torch.inference_mode(False):
-            buffer = torch.empty(size, dtype=torch.float64, device=device)
-        if device.type == "cpu":
-            _BUFFERS.of[device] = buffer
-    return buffer[:size]
+Bound = Callable[[Tensor | None], Tensor]
+"""[R] the largest odds that an item of the tail may have, given its mass [R] or nothing."""
 
 
 class Weights(ABC):
@@ -66,10 +54,20 @@ class Weights(ABC):
         """[R, m] the largest log-weights in float64, descending, and their places."""
 
     @abstractmethod
-    def fill(self, rows: slice, left: int, unit: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """Write e^{log w − unit} of these rows, from column ``left`` on, into ``out`` [r, c].
+    def power_sums(
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+    ) -> tuple[Tensor, Tensor, int]:
+        """[R, J] Σ e^{j (log w − unit)} for j = 1…J, and for j = 1 by chunks [R, C] of some length.
 
-        ``unit`` [r, 1]; ``scratch`` has the shape of ``out`` and may be overwritten.
+        ``unit`` is [R]. The items ``excluded`` [R, M], ascending, do not count; all others are at
+        most the unit. J is so large that Σ_{j > J} P_j u^j / j does not matter.
+        """
+
+    @abstractmethod
+    def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """[Q, length] items of the chunks [Q] of rows [Q], with their float64 log-weights.
+
+        Beyond the end of a chunk that is shorter, an item of the row and -inf.
         """
 
 
@@ -92,73 +90,138 @@ class PlainWeights(Weights):
 
     def largest(self, m: int) -> tuple[Tensor, Tensor]:
         """By ``largest_by_chunks``."""
-        values, index = largest_by_chunks(self._x[:, None, :], None, m)
+        values, index = largest_by_chunks(self._x, m)
         return values.to(torch.float64), index
 
-    def fill(self, rows: slice, left: int, unit: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """exp(x − unit)."""
-        out.copy_(self._x[rows, left : left + out.shape[1]]).sub_(unit).exp_()
+    def power_sums(
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+    ) -> tuple[Tensor, Tensor, int]:
+        """In float64, in blocks that stay in the processor's cache: the weights are read once and
+        nothing of their size is written.
+
+        A block's first power sum P may lower the bound on the odds: the block expects at most
+        K + ½ heads, so that u P/(1 + u) ≤ K + ½.
+        """
+        chunk = chunk_length(self.shape[1], excluded.shape[-1])
+        largest = float(odds(None).max())
+        terms, used = terms_needed(k, largest), 1
+        rows, n = self.shape
+        block = block_size(self.device)
+        columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
+        columns += -columns % chunk
+        height = max(1, min(rows, block // columns))
+        # One column more than needed, to write what is excluded from other blocks to.
+        memory = working_memory(height * (2 * columns + 1), unit.device)
+        power = memory[: height * columns].view(height, columns)
+        weight = memory[height * columns :].view(height, columns + 1)
+        sums, chunk_sums = [], []
+        for top in range(0, rows, height):
+            row = slice(top, top + height)
+            row_sums, row_chunk_sums = [], []
+            for left in range(0, n, columns):
+                width = min(columns, n - left)
+                padded = width + -width % chunk
+                here = unit[row, None]
+                w = weight[: len(here)]
+                w[:, :width].copy_(self._x[row, left : left + width]).sub_(here).exp_()
+                w[:, width:padded] = 0.0
+                place = excluded[row] - left
+                outside = (place < 0) | (place >= width)
+                w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
+                w, p = w[:, :padded], power[: len(here), :padded]
+                by_chunk = w.view(len(here), -1, chunk).sum(-1)
+                total = by_chunk.sum(-1)
+                powers = total.new_zeros((len(here), terms))
+                powers[:, 0] = total
+                share = (k + 0.5) / max(float(total.min()), k + 1.0)
+                here_needed = terms_needed(k, min(largest, share / (1 - share)))
+                used = max(used, here_needed)
+                for j in range(1, here_needed):
+                    torch.mul(w if j == 1 else p, w, out=p)
+                    torch.sum(p, -1, out=powers[:, j])
+                row_sums.append(powers)
+                row_chunk_sums.append(by_chunk)
+            sums.append(torch.stack(row_sums).sum(0))
+            chunk_sums.append(torch.cat(row_chunk_sums, dim=-1))
+        return torch.cat(sums)[:, :used], torch.cat(chunk_sums), chunk
+
+    def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """By indexing."""
+        n = self.shape[1]
+        item = (chunk * length)[:, None] + torch.arange(length, device=chunk.device)
+        inside = item < n
+        item = item.clamp_(max=n - 1)
+        return item, self.take(row[:, None], item).masked_fill_(~inside, -math.inf)
 
 
 class CandidateWeights(Weights):
     """Weights of the candidates parent·V + token, with log p = score + offset of the parent.
 
     Args:
-        scores: [R, P, V] in float32 or float64.
+        chunks: scores [R, P, V].
         offset: [R, P] float64.
         odds: weights are p/(1 − p), otherwise p.
     """
 
-    def __init__(self, scores: Tensor, offset: Tensor, odds: bool) -> None:
-        self._scores, self._offset, self._odds = scores, offset, odds
-        rows, parents, tokens = scores.shape
+    def __init__(self, chunks: Chunks, offset: Tensor, odds: bool) -> None:
+        self.chunks, self.offset, self.odds = chunks, offset, odds
+        rows, parents, tokens = chunks.shape
         self.shape = (rows, parents * tokens)
-        self.device = scores.device
+        self.device = chunks.scores.device
 
     @cached_property
     def values(self) -> Tensor:
         """All of them, in float64."""
-        return self._weight((self._scores + self._offset[..., None]).flatten(1))
+        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
+        return self._weight((scores + self.offset[..., None]).flatten(1))
 
     def take(self, row: Tensor, item: Tensor) -> Tensor:
         """By indexing both parts."""
-        parent = item // self._scores.shape[-1]
-        score = self._scores.flatten(1)[row, item].to(torch.float64)
-        return self._weight(score + self._offset[row, parent])
+        parent = item // self.chunks.shape[-1]
+        return self._weight(self.chunks.take(row, item) + self.offset[row, parent])
 
     def largest(self, m: int) -> tuple[Tensor, Tensor]:
         """The weights are in the order of the probabilities."""
-        values, index = largest_by_chunks(self._scores, self._offset, m)
+        values, index = self.chunks.largest(self.offset, m)
         return self._weight(values), index
 
-    def fill(self, rows: slice, left: int, unit: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """exp(score + (offset − unit)), parent by parent; p/(1 − p) of it, W = e^unit apart."""
-        tokens = self._scores.shape[-1]
-        width, right = out.shape[1], left + out.shape[1]
-        shift = self._offset[rows] - unit
-        # Whole parents at once, and what is cut at either end by itself.
-        first, last = -(-left // tokens), right // tokens
-        if first < last:
-            whole = out[:, first * tokens - left : last * tokens - left]
-            whole = whole.view(len(out), last - first, tokens)
-            whole.copy_(self._scores[rows, first:last]).add_(shift[:, first:last, None])
-        ends = [(left, min(first * tokens, right)), (max(last * tokens, left), right)]
-        if first > last:
-            ends = [(left, right)]
-        for start, stop in ends:
-            if start < stop:
-                parent, column = start // tokens, start % tokens
-                part = out[:, start - left : stop - left]
-                part.copy_(self._scores[rows, parent, column : column + stop - start])
-                part.add_(shift[:, parent, None])
-        out.exp_()
-        if self._odds and float(unit.max()) > NO_DIFFERENCE:
-            torch.mul(out, -unit.exp(), out=scratch[:, :width]).add_(1.0)
-            out.div_(scratch[:, :width])
+    def power_sums(
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+    ) -> tuple[Tensor, Tensor, int]:
+        """From the sums of the chunks, which are of powers of p.
+
+        With r = p/(1 − p), r^j = Σ_{m ≥ j} C(m − 1, j − 1) p^m. Cut off after p^J, log Π (1 + r z)
+        = Σ log(1 + (z − 1) p) − log(1 − p) lacks at most Σ_{m > J} P_m (u + U)^m / m, where
+        U = e^unit and P_m ≤ P_J.
+        """
+        chunks = self.chunks
+        enough = TRUNCATION_32 if chunks.sums.dtype == torch.float32 else TRUNCATION
+        highest = float(unit.max()) if self.odds else -math.inf
+        while True:
+            terms = len(chunks.sums)
+            table = chunks.masses(self.offset - unit[:, None], excluded, terms)
+            sums = table.sum(-1)
+            bound = odds(sums[0])
+            if highest > NO_DIFFERENCE:
+                bound += unit.exp()
+            lacking = sums[-1] * bound ** (terms + 1) / (terms + 1) / (1 - bound)
+            if float(lacking.max()) <= enough:
+                break
+            chunks = chunks.with_terms(2 * terms)
+        sums, masses = sums.T, table[0]
+        if highest > NO_DIFFERENCE:
+            sums, masses = _odds_from_probabilities(sums, table, unit.exp())
+        return sums, masses, self.chunks.length
+
+    def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """As the chunks have them."""
+        item, score = self.chunks.members_of(row, chunk)
+        parent = item[:, 0] // self.chunks.shape[-1]
+        return item, self._weight(score + self.offset[row, parent][:, None])
 
     def _weight(self, log_p: Tensor) -> Tensor:
         log_p = log_p.clamp(max=0.0)
-        return log_odds(log_p) if self._odds else log_p
+        return log_odds(log_p) if self.odds else log_p
 
 
 class WithForcedItem(Weights):
@@ -195,9 +258,15 @@ class WithForcedItem(Weights):
         index[:, :1] = self._item
         return values.index_fill_(-1, order.new_zeros(1), math.inf), index
 
-    def fill(self, rows: slice, left: int, unit: Tensor, out: Tensor, scratch: Tensor) -> None:
-        """As the others do."""
-        self._weights.fill(rows, left, unit, out, scratch)
+    def power_sums(
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+    ) -> tuple[Tensor, Tensor, int]:
+        """As the others have them: the item is in the head."""
+        return self._weights.power_sums(unit, excluded, k, odds)
+
+    def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """As the others have them: the item is in the head."""
+        return self._weights.members(row, chunk, length)
 
 
 def log_odds(log_p: Tensor) -> Tensor:
@@ -210,47 +279,57 @@ def log_odds(log_p: Tensor) -> Tensor:
     return (uncertain - (-torch.expm1(uncertain)).log()).masked_fill(certain, math.inf)
 
 
-def chunk_length(n: int, m: int) -> int:
-    """About √(n/m), which balances the number of chunks with the size of m of them.
+def terms_needed(k: int, odds: float) -> int:
+    """J, how many power sums a tail needs whose largest odds are at most this.
 
-    A multiple of 32, four vectors of float32: torch takes maxima over such chunks several times
-    faster than over others.
+    At least two: the second one also measures the spread of the tail.
     """
-    return 32 * max(1, round(math.sqrt(n / max(m, 1)) / 32))
+    terms = 2
+    while (k + 0.5) * (1 + odds) * odds**terms > TRUNCATION * (terms + 1) * (1 - odds):
+        terms += 1
+    return terms
 
 
-def largest_by_chunks(x: Tensor, offset: Tensor | None, m: int) -> tuple[Tensor, Tensor]:
-    """The m largest of x [R, P, V] + offset [R, P] in each row, descending, with places in P·V.
+def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """[R, J] Σ (r/U)^j of the odds r from Σ (p/U)^j [R, J], U = ``unit`` [R].
 
-    They lie in the m chunks with the largest maxima (any other chunk has m entries elsewhere that
-    are at least as large), so one fast pass that takes maxima replaces the slow one that torch.topk
+    And for j = 1 by chunks [R, C] from those of p by chunks, ``table`` [J, R, C].
+    """
+    power = unit[:, None] ** torch.arange(len(table), device=unit.device)
+    mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
+    return (mixed @ sums[..., None])[..., 0], torch.einsum("rj,jrc->rc", power, table)
+
+
+@lru_cache(maxsize=64)
+def _mixing(terms: int, device: torch.device) -> Tensor:
+    """[J, J] C(m − 1, j − 1) for j down and m across."""
+    rows = [[math.comb(m, j) for m in range(terms)] for j in range(terms)]
+    return torch.tensor(rows, dtype=torch.float64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _distance(terms: int, device: torch.device) -> Tensor:
+    """[J, J] m − j, where it is not negative."""
+    order = torch.arange(terms, device=device)
+    return (order - order[:, None]).clamp_(min=0)
+
+
+def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
+    """The m largest of x [R, N] in each row, descending, and their places.
+
+    As in ``Chunks.largest``: one fast pass that takes maxima replaces the slow one that torch.topk
     makes over all of x.
     """
-    rows, parents, tokens = x.shape
-    n = parents * tokens
+    n = x.shape[-1]
     chunk = chunk_length(n, m)
-    if m == n or parents * (tokens // chunk) < m:
-        total = x.flatten(1) if offset is None else (x + offset[..., None]).flatten(1)
-        values, index = total.topk(m, dim=-1)
+    if m == n or n // chunk < m:
+        values, index = x.topk(m, dim=-1)
         return values, index
-    whole = tokens - tokens % chunk
-    chunks = whole // chunk
-    maxima = x[..., :whole].reshape(rows, parents, chunks, chunk).amax(-1)
-    if offset is not None:
-        maxima = maxima + offset[..., None]
-    maxima = maxima.flatten(1)
-    chosen = maxima.topk(m, dim=-1, sorted=False).indices
-    parent = chosen // chunks
-    start = chosen * chunk + parent * (tokens - whole)
+    whole = n - n % chunk
+    maxima = x[:, :whole].unflatten(-1, (-1, chunk)).amax(-1)
+    start = maxima.topk(m, dim=-1, sorted=False).indices * chunk
     place = (start[..., None] + torch.arange(chunk, device=x.device)).flatten(1)
-    found = x.flatten(1).gather(-1, place)
-    if offset is not None:
-        found = (found.view(rows, m, chunk) + offset.gather(-1, parent)[..., None]).flatten(1)
-    if whole < tokens:
-        rest = x[..., whole:] if offset is None else x[..., whole:] + offset[..., None]
-        found = torch.cat([found, rest.flatten(1)], dim=-1)
-        rest = torch.arange(parents, device=x.device)[:, None] * tokens
-        rest = rest + torch.arange(whole, tokens, device=x.device)
-        place = torch.cat([place, rest.flatten().expand(rows, -1)], dim=-1)
-    values, position = found.topk(m, dim=-1)
+    rest = torch.arange(whole, n, device=x.device).expand(len(x), -1)
+    place = torch.cat([place, rest], dim=-1)
+    values, position = x.gather(-1, place).topk(m, dim=-1)
     return values, place.gather(-1, position)

@@ -1,0 +1,25 @@
+"""Scores of hypotheses that have ended: one candidate, the hypothesis itself, in place of token 0."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+
+
+@triton.jit
+def _close(scores, closed, tokens, BLOCK: tl.constexpr):
+    """A block of one row; nothing is read or written if it goes on."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(closed + row) != 0:
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.where(token == 0, 0.0, -float("inf"))
+        tl.store(scores + row * tokens + token, value, mask=token < tokens)
+
+
+def close_rows(scores: Tensor, closed: Tensor) -> None:
+    """In place: rows of scores [rows, V] that are closed [rows]."""
+    rows, tokens = scores.shape
+    _close[(rows, triton.cdiv(tokens, BLOCK))](scores, closed, tokens, BLOCK=BLOCK)

@@ -1,0 +1,40 @@
+"""Random numbers by counting (Philox): what a row gets depends on its seed and its count alone."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 1024
+
+
+@triton.jit
+def uniform64(seed, place):
+    """Float64 in [0, 1) with 53 bits, for a stream and places in it (int64)."""
+    high, low, _, _ = tl.randint4x(seed, place)
+    bits = (high.to(tl.uint32, bitcast=True).to(tl.int64) << 21) ^ (
+        low.to(tl.uint32, bitcast=True).to(tl.int64) >> 11
+    )
+    return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
+
+
+@triton.jit
+def _uniform(seeds, counts, rows, out, each, BLOCK: tl.constexpr):
+    """A block of the numbers of one row."""
+    a = tl.program_id(0).to(tl.int64)
+    row = tl.load(rows + a)
+    place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start = tl.load(counts + row) << 32
+    value = uniform64(tl.load(seeds + row), start + place)
+    tl.store(out + a * each + place, value, mask=place < each)
+
+
+def uniform(seeds: Tensor, counts: Tensor, row: Tensor, size: tuple[int, ...]) -> Tensor:
+    """[A, *size] for the rows [A]; ``seeds`` and ``counts`` [B] say where each stream is."""
+    out = torch.empty((len(row), *size), dtype=torch.float64, device=seeds.device)
+    each = out[0].numel() if len(out) else 0
+    if each:
+        _uniform[(len(row), triton.cdiv(each, BLOCK))](seeds, counts, row, out, each, BLOCK=BLOCK)
+    return out

@@ -1,0 +1,462 @@
+"""A conditional Poisson sample of a beam's candidates, and its inclusion probabilities.
+
+The mathematics is that of ``cpsbs.polynomials``, for the sources of a batch side by side. From the
+first reading of the scores and the head of M largest candidates,
+
+1. ``_without_head`` adds up again the chunks that hold some of the head, without it;
+2. ``_tail`` turns the sums of all chunks into masses to draw from, and adds them up;
+3. ``_draw`` finds the tilt and the law of the number of heads, flips the coins until it has K of
+   them, and draws from the tail what the head leaves open;
+4. ``_inclusion`` gives log π of what was drawn.
+
+The scores are read once more where something of a chunk is looked at, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cpsbs.kernels import POWER_SUMS
+from cpsbs.kernels.noise import uniform64
+from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT, Circle, alias_free
+from cpsbs.polynomials.chunks import Chunks
+
+TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
+"""Power sums. What the series leaves out is below 1e-8: see ``CandidateWeights.power_sums``; the
+odds of a tail item that bring its bound to a maximum leave the tail hardly any mass."""
+
+BLOCK: tl.constexpr = tl.constexpr(1024)
+"""Chunks that a program of ``_tail`` looks at."""
+
+SLICE: tl.constexpr = tl.constexpr(32)
+"""Items of the head that are looked at together."""
+
+COLUMNS: tl.constexpr = tl.constexpr(9)
+"""Sums of a block: TERMS powers of p, and the mass of its weights."""
+
+
+@triton.jit
+def _log_p(scores, base, token, tokens, scale, offset):
+    """Float64 log p of the tokens of a row that starts at ``base``; -inf beyond its end."""
+    x = tl.load(scores + base + token, mask=token < tokens, other=-float("inf"))
+    return x.to(tl.float32).to(tl.float64) * scale + offset
+
+
+@triton.jit
+def _in_head(item, head, size):
+    """[L] whether the items [L] are among the ``size`` ones at ``head``, as 0 or 1."""
+    found = tl.zeros_like(item).to(tl.int32)
+    for start in range(0, size, SLICE):
+        place = start + tl.arange(0, SLICE)
+        other = tl.load(head + place, mask=place < size, other=-1)
+        found = tl.maximum(found, tl.max((item[:, None] == other[None, :]).to(tl.int32), axis=1))
+    return found
+
+
+@triton.jit
+def _without_head(
+    scores, head_index, head, offset, slot_of, again,
+    m, parents, tokens, chunks, scale,
+    LENGTH: tl.constexpr,
+):  # fmt: skip
+    """The chunk of one item of the head: sums of powers of e^{log p − unit} without the head."""
+    source = tl.program_id(0).to(tl.int64)
+    slot = tl.program_id(1)
+    unit = tl.load(head + source * m + m - 1)
+    unit = tl.where(unit == -float("inf"), 0.0, unit)
+    item = tl.load(head_index + source * m + slot)
+    parent, token = item // tokens, item % tokens
+    chunk = token // LENGTH
+    token = chunk * LENGTH + tl.arange(0, LENGTH)
+    shift = tl.load(offset + source * parents + parent)
+    base = (source * parents + parent) * tokens
+    log_p = _log_p(scores, base, token, tokens, scale, shift)
+    taken = _in_head(parent * tokens + token, head_index + source * m, m)
+    weight = tl.exp(tl.where(taken > 0, -float("inf"), log_p - unit).to(tl.float32))
+    power = weight
+    place = again + (source * m + slot) * TERMS
+    for j in tl.static_range(TERMS):
+        tl.store(place + j, tl.sum(power, axis=0).to(tl.float64))
+        power *= weight
+    tl.store(slot_of + source * parents * chunks + parent * chunks + chunk, slot + 1)
+
+
+@triton.jit
+def _tail(
+    maxima, sums, head, offset, slot_of, again, mass, partial,
+    m, parents, chunks, table, blocks,
+    ODDS: tl.constexpr,
+):  # fmt: skip
+    """Masses of some chunks of one source, and sums over them."""
+    source = tl.program_id(0).to(tl.int64)
+    block = tl.program_id(1)
+    count = parents * chunks
+    chunk = block * BLOCK + tl.arange(0, BLOCK)
+    here = chunk < count
+    unit = tl.load(head + source * m + m - 1)
+    unit = tl.where(unit == -float("inf"), 0.0, unit)
+    shift = tl.load(offset + source * parents + chunk // chunks, mask=here, other=0.0) - unit
+    place = source * count + chunk
+    top = tl.load(maxima + place, mask=here, other=-float("inf")).to(tl.float64)
+    weight = tl.exp(tl.minimum(top + shift, 0.0))
+    slot = tl.load(slot_of + place, mask=here, other=0)
+    own = again + (source * m + tl.maximum(slot - 1, 0)) * TERMS
+    power = weight
+    odds = tl.exp(unit)
+    factor = 1.0
+    total = tl.zeros_like(weight)
+    out = partial + (source * blocks + block) * COLUMNS
+    for j in tl.static_range(TERMS):
+        value = tl.load(sums + j * table + place, mask=here, other=0.0).to(tl.float64) * power
+        value = tl.where(slot > 0, tl.load(own + j, mask=slot > 0, other=0.0), value)
+        tl.store(out + j, tl.sum(value, axis=0))
+        # p/(1 − p) = Σ p^j
+        total += value * factor
+        factor = factor * odds if ODDS else 0.0
+        power *= weight
+    tl.store(mass + place, total, mask=here)
+    tl.store(out + TERMS, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def _times(a, b, c, d):
+    """(a + ib)(c + id)"""
+    return a * c - b * d, a * d + b * c
+
+
+@triton.jit
+def _first_above(values, level, width: tl.constexpr):
+    """The place at which the sum of the values [width] from the left exceeds the level.
+
+    And how much of the level is left there. Where rounding leads beyond the end, the last place
+    that has anything.
+    """
+    place = tl.arange(0, width)
+    end = tl.cumsum(values, axis=0)
+    found = tl.sum((end <= level).to(tl.int32), axis=0)
+    last = tl.max(tl.where(values > 0, place, 0), axis=0)
+    found = tl.minimum(found, last)
+    before = tl.sum(tl.where(place < found, values, 0.0), axis=0)
+    return found, level - before
+
+
+@triton.jit
+def _draw(
+    scores, head_index, head, offset, slot_of, mass, partial, seeds, counts,
+    cosines, sines, back, tail_real, tail_imaginary, binomials,
+    index, picked, present, tilts, turned, probability, log_normalizer,
+    k, m, n, parents, tokens, chunks, blocks, scale, log_low, log_high, log_limit,
+    ODDS: tl.constexpr, LENGTH: tl.constexpr, COINS: tl.constexpr, PLACES: tl.constexpr,
+    POINTS: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """The sample of one source."""
+    source = tl.program_id(0).to(tl.int64)
+    head += source * m
+    head_index += source * m
+    coin = tl.arange(0, COINS)
+    y = tl.load(head + coin, mask=coin < m, other=-float("inf"))
+    forced = tl.sum((y == float("inf")).to(tl.int32), axis=0)
+    positive = tl.sum((y > -float("inf")).to(tl.int32), axis=0)
+    # The head comes in descending order. The K-th is forced only if all places are.
+    reference = tl.load(head + k - 1)
+    follows = tl.load(head + k, mask=k < m, other=0.0)
+    reference = tl.where(reference == float("inf"), follows, reference)
+    reference = tl.where(tl.abs(reference) == float("inf"), 0.0, reference)
+    unit = tl.load(head + m - 1)
+    unit = tl.where(unit == -float("inf"), 0.0, unit)
+    y -= reference
+
+    # Power sums of the tail's weights, relative to its largest possible one.
+    order = tl.arange(0, TERMS)
+    block = tl.arange(0, BLOCKS)
+    place = partial + (source * blocks + block) * COLUMNS
+    powers = tl.load(place[:, None] + order[None, :], mask=(block < blocks)[:, None], other=0.0)
+    powers = tl.sum(powers, axis=0)
+    block_mass = tl.load(place + TERMS, mask=block < blocks, other=0.0)
+    if ODDS:
+        ahead = tl.maximum(order[None, :] - order[:, None], 0)
+        mixed = tl.load(binomials + order[:, None] * TERMS + order[None, :])
+        mixed *= tl.exp(unit * ahead.to(tl.float64))
+        powers = tl.sum(mixed * powers[None, :], axis=1)
+    largest = unit - reference
+    sign = tl.where(order % 2 == 0, 1.0, -1.0).to(tl.float64)
+    degree = (order + 1).to(tl.float64)
+
+    # The tilt at which K − ½ heads are expected.
+    low = log_low
+    high = log_high
+    if tl.sum(block_mass, axis=0) > 0:
+        high = tl.minimum(high, log_limit - largest)
+    for _ in range(16):
+        middle = (low + high) / 2
+        heads = tl.sum(_sigmoid(y + middle), axis=0)
+        heads += tl.sum(sign * powers * tl.exp(degree * (middle + largest)), axis=0)
+        low = tl.where(heads < k - 0.5, middle, low)
+        high = tl.where(heads < k - 0.5, high, middle)
+    tilt = (low + high) / 2
+
+    # The characteristic function of the number of heads, on the circle.
+    point = tl.arange(0, POINTS)
+    cosine, sine = tl.load(cosines + point), tl.load(sines + point)
+    real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
+    log_z = -k * tilt
+    for start in range(0, m, SLICE):
+        place_in_head = start + tl.arange(0, SLICE)
+        x = tl.load(head + place_in_head, mask=place_in_head < m, other=-float("inf"))
+        x += tilt - reference
+        p, q = _sigmoid(x)[:, None], _sigmoid(-x)[:, None]
+        a, b = tl.reduce((q + p * cosine[None, :], p * sine[None, :]), 0, _times)
+        real, imaginary = _times(real, imaginary, a, b)
+        log_z += tl.sum(tl.where(x == float("inf"), tilt, _softplus(x)), axis=0)
+    terms = sign * powers * tl.exp(degree * (tilt + largest)) / degree
+    log_z += tl.sum(terms, axis=0)
+    table = order[:, None] * POINTS + point[None, :]
+    size = tl.exp(tl.sum(terms[:, None] * tl.load(tail_real + table), axis=0))
+    angle = tl.sum(terms[:, None] * tl.load(tail_imaginary + table), axis=0)
+    tail_a, tail_b = size * tl.cos(angle), size * tl.sin(angle)
+    real, imaginary = _times(real, imaginary, tail_a, tail_b)
+    # Row K − j of ``back`` is e^{−ijθ} / (L/2).
+    first = back + 2 * point
+    real, imaginary = _times(real, imaginary, tl.load(first), tl.load(first + 1))
+    chance = tl.sum(real, axis=0)
+    tl.store(turned + (source * 2) * POINTS + point, real)
+    tl.store(turned + (source * 2 + 1) * POINTS + point, imaginary)
+    tl.store(tilts + source, tilt + 0.0)
+    tl.store(probability + source, chance)
+    tl.store(log_normalizer + source, log_z + tl.log(chance) + (k - forced) * reference)
+
+    # How likely the tail is to have K − c heads, over the largest of these.
+    most = 0.0
+    for start in range(0, k + 1, 16):
+        heads_of_head = start + tl.arange(0, 16)
+        row = back + (heads_of_head[:, None] * POINTS + point[None, :]) * 2
+        inside = (heads_of_head <= k)[:, None]
+        a = tl.load(row, mask=inside, other=0.0) * tail_a[None, :]
+        b = tl.load(row + 1, mask=inside, other=0.0) * tail_b[None, :]
+        most = tl.maximum(most, tl.max(tl.sum(a - b, axis=1), axis=0))
+
+    # Flip the head until the tail may have the rest.
+    seed = tl.load(seeds + source)
+    stream = tl.load(counts + source) << 32
+    p = _sigmoid(y + tilt)
+    flips = (y > -float("inf")).to(tl.int32)
+    flips = tl.where(forced == k, (y == float("inf")).to(tl.int32), flips)
+    # Scores that are not numbers are told of by the search; here nothing may wait for them.
+    determined = (forced >= k) | (positive <= k) | (chance != chance)
+    done = determined.to(tl.int32)
+    while done == 0:
+        chosen = uniform64(seed, stream + coin) < p
+        count = tl.minimum(tl.sum(chosen.to(tl.int32), axis=0), k + 1)
+        row = back + (tl.minimum(count, k) * POINTS + point) * 2
+        likely = tl.sum(tl.load(row) * tail_a - tl.load(row + 1) * tail_b, axis=0)
+        likely = tl.where(count <= k, likely, 0.0)
+        done = (uniform64(seed, stream + COINS) * most < likely).to(tl.int32)
+        flips = chosen.to(tl.int32)
+        stream += COINS + 1
+    count = tl.sum(flips, axis=0)
+    slot = source * k + tl.cumsum(flips, axis=0) - 1
+    item = tl.load(head_index + coin, mask=coin < m, other=0)
+    tl.store(index + slot, item, mask=flips > 0)
+    tl.store(picked + slot, y, mask=flips > 0)
+
+    # Items of the tail, all again if two coincide.
+    wanted = tl.where(determined, 0, k - count)
+    number = tl.arange(0, PLACES)
+    items = tl.full((PLACES,), -1, tl.int64)
+    weights = tl.zeros((PLACES,), tl.float64)
+    everything = tl.sum(block_mass, axis=0)
+    i = 0
+    while i < wanted:
+        at = uniform64(seed, stream) * everything
+        where, at = _first_above(block_mass, at, BLOCKS)
+        chunk = where * BLOCK + tl.arange(0, BLOCK)
+        some = tl.load(mass + source * parents * chunks + chunk, mask=chunk < parents * chunks,
+                       other=0.0)  # fmt: skip
+        inside, at = _first_above(some, at, BLOCK)
+        found = (where * BLOCK + inside).to(tl.int64)
+        parent = found // chunks
+        token = found % chunks * LENGTH + tl.arange(0, LENGTH)
+        shift = tl.load(offset + source * parents + parent)
+        log_w = _log_p(scores, (source * parents + parent) * tokens, token, tokens, scale, shift)
+        if tl.load(slot_of + source * parents * chunks + found) > 0:
+            taken = _in_head(parent * tokens + token, head_index, m)
+            log_w = tl.where(taken > 0, -float("inf"), log_w)
+        if ODDS:
+            log_w -= tl.log(1.0 - tl.exp(log_w))
+        weight = tl.exp(log_w - unit)
+        at = uniform64(seed, stream + 1) * tl.sum(weight, axis=0)
+        inside, at = _first_above(weight, at, LENGTH)
+        taken_token = tl.sum(tl.where(tl.arange(0, LENGTH) == inside, token, 0), axis=0)
+        value = tl.max(tl.where(token == taken_token, log_w, -float("inf")), axis=0) - reference
+        item_found = parent * tokens + taken_token
+        twice = tl.sum(((items == item_found) & (number < i)).to(tl.int32), axis=0)
+        items = tl.where(number == i, item_found, items)
+        weights = tl.where(number == i, value, weights)
+        i = tl.where(twice > 0, 0, i + 1)
+        stream += 2
+    tl.store(index + source * k + count + number, items, mask=number < wanted)
+    tl.store(picked + source * k + count + number, weights, mask=number < wanted)
+    tl.store(present + source * k + number, number < count + wanted, mask=number < k)
+
+
+@triton.jit
+def _inclusion(
+    picked, present, tilts, turned, probability, head, cosines, sines, lifts, out,
+    k, m,
+    PLACES: tl.constexpr, COINS: tl.constexpr, POINTS: tl.constexpr,
+):  # fmt: skip
+    """Log π = log p + log P(S without it = K − 1) − log P(S = K) for some of the K of a source."""
+    source = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
+    here = number < k
+    y = tl.load(picked + source * k + number, mask=here, other=0.0)
+    x = y + tl.load(tilts + source)
+    p, q = _sigmoid(x), _sigmoid(-x)
+    point = tl.arange(0, POINTS)
+    real = tl.load(turned + source * 2 * POINTS + point)
+    aside = tl.load(turned + (source * 2 + 1) * POINTS + point) * tl.load(sines + point)
+    turn = real * tl.load(cosines + point) - aside
+    modulus = (p * q)[:, None] * tl.load(lifts + point)[None, :]
+    modulus += ((q - p) * (q - p))[:, None]
+    others = q * tl.sum(turn[None, :] / modulus, axis=1)
+    others += p * tl.sum(real[None, :] / modulus, axis=1)
+    value = -_softplus(-x) + tl.log(others) - tl.log(tl.load(probability + source))
+    coin = tl.arange(0, COINS)
+    all_y = tl.load(head + source * m + coin, mask=coin < m, other=-float("inf"))
+    certain = tl.sum((all_y > -float("inf")).to(tl.int32), axis=0) <= k
+    value = tl.where((y == float("inf")) | certain, 0.0, tl.minimum(value, 0.0))
+    there = tl.load(present + source * k + number, mask=here, other=0)
+    tl.store(out + source * k + number, tl.where(there != 0, value, 0.0), mask=here)
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """What depends on K and N alone: the circle, padded to POINTS."""
+
+    cosines: Tensor
+    sines: Tensor
+    lifts: Tensor
+    back: Tensor
+    """[K + 1, POINTS, 2]; zero where there is no point."""
+    tail_real: Tensor
+    """[TERMS, POINTS] cos jθ − 1"""
+    tail_imaginary: Tensor
+    """[TERMS, POINTS] sin jθ"""
+    binomials: Tensor
+    """[TERMS, TERMS] C(m − 1, j − 1)"""
+
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(k: int, n: int, device: torch.device) -> _Tables:
+        circle = Circle.of(alias_free(k, n), k, device)
+        count = len(circle.theta)
+        missing = triton.next_power_of_2(count) - count
+        terms = TERMS.value
+        order = torch.arange(1, terms + 1, dtype=torch.float64, device=device)[:, None]
+
+        def padded(x: Tensor, value: float = 0.0) -> Tensor:
+            return torch.nn.functional.pad(x, (0, missing), value=value).contiguous()
+
+        angle = order * circle.theta
+        binomials = [[math.comb(j, i) for j in range(terms)] for i in range(terms)]
+        return _Tables(
+            padded(circle.cos),
+            padded(circle.sin),
+            padded(circle.lift, 1.0),
+            torch.stack([padded(circle.back.real.T), padded(circle.back.imag.T)], -1).contiguous(),
+            padded(-2 * (angle / 2).sin().square()),
+            padded(angle.sin()),
+            torch.tensor(binomials, dtype=torch.float64, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A sample for each of R sources."""
+
+    index: Tensor
+    """[R, K] candidates; 0 where there are not enough."""
+    present: Tensor
+    """[R, K]"""
+    log_inclusion: Tensor
+    """[R, K]"""
+    log_normalizer: Tensor
+    """[R] log Z, over the candidates that are not certain."""
+
+
+def draw(
+    chunks: Chunks, offset: Tensor, odds: bool, head: Tensor, head_index: Tensor, k: int,
+    seeds: Tensor, counts: Tensor,
+) -> Drawn:  # fmt: skip
+    """Draw K of the candidates of each source; log p of one is its score plus offset [R, P].
+
+    ``head`` [R, M] are the largest log-weights, descending, at ``head_index``; K ≤ M. ``seeds``
+    and ``counts`` [R] are those of the random streams.
+    """
+    sources, parents, tokens = chunks.shape
+    m, per_parent = head.shape[-1], chunks.maxima.shape[-1]
+    blocks = triton.cdiv(parents * per_parent, BLOCK.value)
+    device, scale = head.device, 1 / chunks.temperature
+    if len(chunks.sums) < POWER_SUMS:
+        chunks = chunks.with_terms(POWER_SUMS)
+    scores, offset = chunks.scores.contiguous(), offset.contiguous()
+    tables = _Tables.of(k, parents * tokens, device)
+    points = len(tables.cosines)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    slot_of = torch.zeros((sources, parents * per_parent), dtype=torch.int32, device=device)
+    again = empty(sources, m, TERMS.value)
+    _without_head[(sources, m)](
+        scores, head_index, head, offset, slot_of, again,
+        m, parents, tokens, per_parent, scale,
+        LENGTH=chunks.length,
+    )  # fmt: skip
+    mass = empty(sources, parents * per_parent)
+    partial = empty(sources, blocks, COLUMNS.value)
+    _tail[(sources, blocks)](
+        chunks.maxima, chunks.sums, head, offset, slot_of, again, mass, partial,
+        m, parents, per_parent, chunks.maxima.numel(), blocks,
+        ODDS=odds,
+    )  # fmt: skip
+    index = torch.zeros((sources, k), dtype=torch.int64, device=device)
+    picked, present = empty(sources, k), empty(sources, k, dtype=torch.bool)
+    tilts, probability, log_normalizer = empty(sources), empty(sources), empty(sources)
+    turned = empty(sources, 2, points)
+    n = parents * tokens
+    _draw[(sources,)](
+        scores, head_index, head, offset, slot_of, mass, partial, seeds, counts,
+        tables.cosines, tables.sines, tables.back, tables.tail_real, tables.tail_imaginary,
+        tables.binomials,
+        index, picked, present, tilts, turned, probability, log_normalizer,
+        k, m, n, parents, tokens, per_parent, blocks, scale,
+        -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
+        ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
+        PLACES=triton.next_power_of_2(k), POINTS=points, BLOCKS=triton.next_power_of_2(blocks),
+    )  # fmt: skip
+    log_inclusion = empty(sources, k)
+    _inclusion[(sources, triton.cdiv(k, 16))](
+        picked, present, tilts, turned, probability, head,
+        tables.cosines, tables.sines, tables.lifts, log_inclusion,
+        k, m,
+        PLACES=16, COINS=triton.next_power_of_2(m), POINTS=points,
+    )  # fmt: skip
+    return Drawn(index, present, log_inclusion, log_normalizer)

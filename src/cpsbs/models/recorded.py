@@ -1,0 +1,347 @@
+"""A decoding step of fixed shape: on CUDA it is recorded once as a graph and then replayed.
+
+Every source has K rows. All that changes between steps lives in buffers: which row of its source
+each row continues, the new tokens, the position they stand at, masks, and the keys and values of
+all layers in one tensor. A step reorders these in place, writes the new ones at the position,
+which the device reads, and attends to the smallest of a few windows that holds them all. So the
+same kernels with the same arguments serve every step of a window, and a later search of the same
+shape only fills the buffers again.
+
+What a model computes this way is compared with what it computes the ordinary way before it is
+relied on; where they differ, or anything fails, the ordinary way is what remains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+
+from cpsbs.models.workspace import Shape, Workspace, ladder, rung
+
+ON_CPU = False
+"""On a CPU nothing is gained, as rows that have ended are computed too; the tests do it anyway."""
+
+ATTENTION = ("sdpa", "eager")
+"""Implementations of attention that take a mask to add to the scores."""
+
+UNDERSTOOD = {
+    *("past_key_values", "use_cache", "attention_mask", "decoder_attention_mask"),
+    *("encoder_outputs", "position_ids", "cache_position", "logits_to_keep"),
+}
+"""Inputs whose part in a step is known here."""
+
+MOST_IDLE = 16
+"""Workspaces that are kept for later searches with a model …"""
+MOST_IDLE_MEMORY = 0.3
+"""… in so much of the device's memory."""
+
+log = logging.getLogger("cpsbs")
+
+
+class NotPossibleError(Exception):
+    """Why this search cannot have steps of fixed shape."""
+
+
+class Reference(Protocol):
+    """The ordinary way, on a copy of the state with a row a source."""
+
+    vocab_size: int
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """[rows, V] scores."""
+        ...
+
+
+@torch.no_grad()
+def begin(
+    model: Any, kwargs: Mapping[str, Any], k: int, steps: int, reference: Reference
+) -> RecordedSteps | None:
+    """Steps of fixed shape after a prompt, or None (and a note in the log) if that is impossible.
+
+    Args:
+        model: of transformers.
+        kwargs: its inputs after the prompt has been read, a row a source. They stay as they are.
+        k: K, the rows of each source from here on.
+        steps: how many at most.
+        reference: what the first steps of a model are compared with.
+    """
+    with _LOCK:
+        kept = _KEPT.setdefault(model, _Kept())
+    try:
+        prefix = _Prefix.of(model, kwargs)
+        kept.check_same(model)
+        if kept.refused:
+            raise NotPossibleError(kept.refused)
+        recorded = RecordedSteps(model, kept, prefix, k, steps)
+        if not kept.checked:
+            _compare(recorded, prefix, min(steps, 2), reference)
+            kept.checked = True
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        # Any model may come along, and whatever goes wrong with it here, the ordinary way is there.
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, NotPossibleError):
+            reason = str(error)
+        else:
+            kept.refuse(reason)
+        if not kept.said:
+            log.info("%s is run step by step: %s", type(model).__name__, reason)
+        kept.said = True
+        return None
+    return recorded
+
+
+class RecordedSteps:
+    """The state of one search. Its workspace is free for another one when it is gone."""
+
+    def __init__(self, model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int) -> None:
+        self._model, self._kept, self.k = model, kept, k
+        self._sources = prefix.sources
+        self._lease = kept.lease(prefix.shape(k, steps))
+        self.rewind(prefix)
+
+    def rewind(self, prefix: _Prefix) -> None:
+        """Back to before the first step."""
+        self._length = prefix.length
+        given = (prefix.states, prefix.mask, prefix.cross, prefix.cross_mask)
+        self._lease.workspace.fill(*given)
+
+    def step(self, parent: Tensor, token: Tensor) -> Tensor:
+        """[b·K, V] logits, for row ``parent`` [b, K] of each source extended by ``token`` [b, K].
+
+        The next step overwrites them.
+        """
+        workspace = self._lease.workspace
+        workspace.parent[: self._sources].copy_(parent)
+        workspace.token[: self._sources].copy_(token)
+        scores = workspace.run(self._model, self._length, strict=not self._kept.checked)
+        self._length += 1
+        return scores[: self._sources * self.k]
+
+    def keep_sources(self, sources: Tensor) -> None:
+        """Only these sources [b'] go on."""
+        if len(sources) == self._sources:
+            return
+        before = self._lease.workspace
+        # Of few sizes, so that there are few graphs. A source that goes on fills what is left over.
+        size = min(rung(len(sources)), before.shape.sources)
+        filled = torch.cat([sources, sources[-1:].expand(size - len(sources))])
+        rows = filled[:, None] * self.k + torch.arange(self.k, device=sources.device)
+        lease = self._lease
+        if size < before.shape.sources:
+            lease = self._kept.lease(replace(before.shape, sources=size))
+        lease.workspace.take(before, rows.flatten(), self._length)
+        self._lease, self._sources = lease, len(sources)
+
+
+def _compare(recorded: RecordedSteps, prefix: _Prefix, steps: int, reference: Reference) -> None:
+    """Raise if the recorded steps are not the model's; then go back to the start."""
+    source = torch.arange(prefix.sources, device=prefix.device)
+    k = recorded.k
+    for n in range(steps):
+        # Other tokens in every source and step, so that a mistaken row or position shows.
+        token = (7 * source + 3 + n) % reference.vocab_size
+        expected = reference.advance(source, token)[:, None]
+        own = torch.arange(k, device=prefix.device).expand(prefix.sources, k)
+        found = recorded.step(own, token[:, None].expand_as(own))
+        found = found.view(*own.shape, -1)[:, [0, -1]].float()
+        p = expected.softmax(-1)
+        gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+        gap = torch.where(p > 0, p * gap, 0.0).sum(-1).amax()
+        # In float32 a GPU may multiply with fewer bits. Large logits are rounded coarsely.
+        eps = max(torch.finfo(prefix.dtype).eps, 2**-10 if prefix.device.type == "cuda" else 1e-5)
+        scale = expected.masked_fill(expected.isinf(), 0.0).abs().amax()
+        if not bool(gap <= eps * (32 + scale)):
+            raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {n + 1}")
+    recorded.rewind(prefix)
+
+
+@dataclass(frozen=True)
+class _Prefix:
+    """What a model holds after the prompt, a row for each of the b sources."""
+
+    states: list[Tensor]
+    """[b, heads, length, dim] keys and values of all layers"""
+    mask: Tensor
+    """[b, length] which tokens of the prompt are seen"""
+    cross: list[Tensor]
+    """[b, heads, source length, dim] or none"""
+    cross_mask: Tensor
+    """[b, source length]"""
+    hidden: int
+
+    @classmethod
+    def of(cls, model: Any, kwargs: Mapping[str, Any]) -> _Prefix:
+        """Of a model's inputs; says why not if they are not of the known kind."""
+        cache: Any = kwargs.get("past_key_values")
+        unknown = [name for name in kwargs.keys() - UNDERSTOOD if kwargs[name] is not None]
+        attention = model.config._attn_implementation
+        for obstacle, reason in (
+            (cache is None or kwargs.get("use_cache") is False, "it does not use its cache"),
+            (unknown, f"it has the inputs {', '.join(sorted(unknown))}"),
+            (hasattr(model, "_reorder_cache"), "it reorders its cache itself"),
+            (attention not in ATTENTION, f"its attention is {attention}"),
+            (model.training, "it is in training mode"),
+            (torch.is_autocast_enabled(model.device.type), "autocast is on"),
+        ):
+            if obstacle:
+                raise NotPossibleError(reason)
+        both = isinstance(cache, EncoderDecoderCache)
+        if both != bool(model.config.is_encoder_decoder):
+            raise NotPossibleError(f"its cache is a {type(cache).__name__}")
+        states = _states(cache.self_attention_cache if both else cache)
+        cross = _states(cache.cross_attention_cache) if both else []
+        mask = _mask(kwargs.get("decoder_attention_mask" if both else "attention_mask"), states[0])
+        cross_mask = _mask(kwargs.get("attention_mask"), cross[0]) if both else mask[:, :0]
+        hidden = kwargs["encoder_outputs"][0].shape[-1] if both else 0
+        return cls(states, mask, cross, cross_mask, hidden)
+
+    @property
+    def sources(self) -> int:
+        return len(self.states[0])
+
+    @property
+    def length(self) -> int:
+        return self.states[0].shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.states[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.states[0].device
+
+    def shape(self, k: int, steps: int) -> Shape:
+        """Of the buffers for so many steps."""
+        cuda = self.device.type == "cuda"
+        return Shape(
+            sources=self.sources,
+            k=k,
+            capacity=ladder(self.length + steps, 32),
+            states=(len(self.states), *self.states[0].shape[1::2]),
+            cross=(len(self.cross), *self.cross[0].shape[1::2]) if self.cross else (0, 0, 0),
+            source_length=ladder(self.cross[0].shape[2], 16) if self.cross else 0,
+            hidden=self.hidden,
+            dtype=self.dtype,
+            device=self.device,
+            stream=torch.cuda.current_stream(self.device).cuda_stream if cuda else 0,
+        )
+
+
+def _states(cache: Any) -> list[Tensor]:
+    """Keys and values of all layers, all [b, heads, length, dim]."""
+    kinds = {type(layer) for layer in cache.layers}
+    if kinds != {DynamicLayer} or cache.offloading:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise NotPossibleError(f"its cache is of the kind {names or 'empty'}")
+    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+    if len({(state.shape, state.dtype, state.device) for state in states}) > 1:
+        raise NotPossibleError("its layers differ in shape or device")
+    return states
+
+
+def _mask(given: Any, state: Tensor) -> Tensor:
+    """[b, length] of a mask that may go on behind it, or none."""
+    b, length = len(state), state.shape[2]
+    if given is None:
+        return torch.ones((b, length), dtype=torch.bool, device=state.device)
+    if given.ndim != 2 or len(given) != b or given.shape[1] < length:
+        raise NotPossibleError(f"its mask has the shape {list(given.shape)}")
+    mask: Tensor = given[:, :length].to(device=state.device, dtype=torch.bool)
+    return mask
+
+
+class _Lease:
+    """A workspace in use, until this is gone."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __del__(self) -> None:
+        self.workspace.busy = False
+
+
+class _Kept:
+    """What is known of a model, and its workspaces, the one used last at the end.
+
+    It must not hold on to the model, whose end is its own.
+    """
+
+    def __init__(self) -> None:
+        self.said, self.checked = False, False
+        self.refused: str | None = None
+        self._fingerprint: int | None = None
+        self._workspaces: list[Workspace] = []
+
+    def check_same(self, model: Any) -> None:
+        """Forget everything if graphs would read other weights than the model's, or compute else.
+
+        That is after ``model.to(…)``, with another adapter, with hooks.
+        """
+        parts: list[Any] = [model.config._attn_implementation]
+        for module in model.modules():
+            adapter = str(getattr(module, "_active_adapter", None))
+            hooks = (len(module._forward_hooks), len(module._forward_pre_hooks))
+            parts.append((adapter, getattr(module, "_disable_adapters", None), hooks))
+        weights = itertools.chain(model.parameters(), model.buffers())
+        parts += [(x.data_ptr(), x.dtype, x.device) for x in weights]
+        fingerprint = hash(tuple(parts))
+        with _LOCK:
+            if fingerprint != self._fingerprint:
+                self._workspaces, self.checked, self.refused = [], False, None
+            self._fingerprint = fingerprint
+
+    def refuse(self, reason: str) -> None:
+        """Do not try again until the model is another one."""
+        with _LOCK:
+            self.refused, self._workspaces = reason, []
+
+    def lease(self, shape: Shape) -> _Lease:
+        """An idle workspace of this shape, or a new one."""
+        with _LOCK:
+            for workspace in self._workspaces:
+                if workspace.shape == shape and not workspace.busy:
+                    workspace.busy = True
+                    self._workspaces.remove(workspace)
+                    self._workspaces.append(workspace)
+                    return _Lease(workspace)
+            most = math.inf
+            if shape.device.type == "cuda":
+                total = torch.cuda.get_device_properties(shape.device).total_memory
+                most = MOST_IDLE_MEMORY * total
+            self._drop(MOST_IDLE - 1, most)
+        made = None
+        try:
+            made = Workspace(shape)
+        except torch.OutOfMemoryError:
+            with _LOCK:
+                self._drop(0, 0)
+        # Not before the error is gone, which holds on to what was there already.
+        made = made or Workspace(shape)
+        made.busy = True
+        with _LOCK:
+            self._workspaces.append(made)
+        return _Lease(made)
+
+    def _drop(self, count: int, size: float) -> None:
+        """Keep so many idle workspaces of so many bytes together, those used last."""
+        for workspace in reversed([w for w in self._workspaces if not w.busy]):
+            count, size = count - 1, size - workspace.bytes
+            if count < 0 or size < 0:
+                self._workspaces.remove(workspace)
+
+
+_KEPT: weakref.WeakKeyDictionary[Any, _Kept] = weakref.WeakKeyDictionary()
+_LOCK = threading.RLock()

@@ -1,0 +1,228 @@
+"""One reading of a model's scores: for each chunk of tokens its maximum, and sums of exponentials.
+
+That is the floor that every design stands on. Which tokens are the most probable, what all of them
+weigh together, where a sample falls: each is first answered for chunks, in a table some 50 times
+smaller than the scores, and then within the few chunks that matter.
+
+The sums are in the precision of the scores, or float32 where that is less: seven digits, of numbers
+that a model knows to no more. They are added up in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from cpsbs import kernels
+
+from .bernoulli_sum import block_size
+from .memory import working_memory
+
+
+def chunk_length(n: int, m: int) -> int:
+    """About √(n/m), which balances the number of chunks with the size of m of them.
+
+    A multiple of 32, four vectors of float32: torch takes maxima over such chunks several times
+    faster than over others.
+    """
+    return 32 * max(1, round(math.sqrt(n / max(m, 1)) / 32))
+
+
+def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -> int:
+    """The same for the candidates of a beam of K.
+
+    At least 64, which suits torch's softmax; a power of two for kernels, and such that the table
+    of a source fits into a few of their blocks.
+    """
+    length = chunk_length(parents * tokens, 8 * k + 40)
+    if not kernels.usable(device):
+        return min(tokens, 64 * -(-length // 64))
+    least = max(length, 64, parents * tokens // 2**16)
+    return 2 ** math.ceil(math.log2(least))
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Scores [R, P, V] of R sources with P parents each, the tokens cut into C chunks."""
+
+    scores: Tensor
+    """[R, P, V] as the model gives them."""
+    temperature: float
+    """What they are divided by."""
+    length: int
+    """Tokens in a chunk; the last one may be shorter."""
+    maxima: Tensor
+    """[R, P, C] the largest score / temperature."""
+    sums: Tensor
+    """[J, R, P, C] Σ e^{j (score / temperature − maximum)} for j = 1…J."""
+
+    @property
+    def shape(self) -> torch.Size:
+        """R, P, V."""
+        return self.scores.shape
+
+    @cached_property
+    def log_masses(self) -> Tensor:
+        """[R, P, C] float64 log Σ exp(score / temperature) over a chunk."""
+        return self.maxima.to(torch.float64) + self.sums[0].to(torch.float64).log()
+
+    @cached_property
+    def log_total(self) -> Tensor:
+        """[R, P] float64 log Σ exp(score / temperature)."""
+        return self.log_masses.logsumexp(-1)
+
+    def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Chunks:
+        """Some parents of some sources."""
+        return replace(
+            self,
+            scores=self.scores[rows][:, parents],
+            maxima=self.maxima[rows][:, parents],
+            sums=self.sums[:, rows][:, :, parents],
+        )
+
+    def take(self, row: Tensor, item: Tensor) -> Tensor:
+        """Float64 scores of candidates parent·V + token, by tensors of one (broadcast) shape."""
+        return self._scaled(self.scores.flatten(1)[row, item])
+
+    def take_along(self, item: Tensor) -> Tensor:
+        """[R, m] the same of the candidates [R, m] of each source."""
+        return self._scaled(self.scores.flatten(1).gather(-1, item))
+
+    def _scaled(self, scores: Tensor) -> Tensor:
+        scores = scores.to(torch.float64)
+        return scores if self.temperature == 1.0 else scores.div_(self.temperature)
+
+    def members(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, m, length] the candidates in the chunks [R, m], numbered parent·C + chunk, and their
+        float64 scores: -inf beyond the end of a chunk that is shorter.
+        """
+        item, inside = self._items(chunk)
+        score = self.take_along(item.flatten(1)).view(item.shape)
+        return item, score if inside is None else score.masked_fill_(~inside, -math.inf)
+
+    def members_of(self, row: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
+        """[Q, length] the same of the chunks [Q] of the sources [Q]."""
+        item, inside = self._items(chunk)
+        score = self.take(row[:, None], item)
+        return item, score if inside is None else score.masked_fill_(~inside, -math.inf)
+
+    def _items(self, chunk: Tensor) -> tuple[Tensor, Tensor | None]:
+        """[..., length] the candidates of the chunks [...], and which of them there are."""
+        tokens, chunks = self.shape[-1], self.maxima.shape[-1]
+        step = torch.arange(self.length, device=chunk.device)
+        short = chunks * self.length - tokens
+        start = chunk * self.length
+        if short == 0:
+            return start[..., None] + step, None
+        parent = chunk // chunks
+        start = start - parent * short
+        inside = step < (parent * tokens + tokens - start)[..., None]
+        return start[..., None] + torch.where(inside, step, 0), inside
+
+    def largest(self, offset: Tensor, m: int) -> tuple[Tensor, Tensor]:
+        """[R, m] the largest scores + offset [R, P] of each source, descending, and their places.
+
+        They lie in the m chunks with the largest maxima (any other chunk has m entries elsewhere
+        that are at least as large), so that no more than those are looked at one by one.
+        """
+        parents, chunks = self.maxima.shape[1:]
+        if parents * chunks <= m:
+            everything = self.scores.to(torch.float64) / self.temperature + offset[..., None]
+            values, index = everything.flatten(1).topk(m, dim=-1)
+            return values, index
+        maxima = (self.maxima + offset[..., None]).flatten(1)
+        chosen = maxima.topk(m, dim=-1, sorted=False).indices
+        item, found = self.members(chosen)
+        found += offset.gather(-1, chosen // chunks)[..., None]
+        values, position = found.flatten(1).topk(m, dim=-1)
+        return values, item.flatten(1).gather(-1, position)
+
+    def masses(self, shift: Tensor, excluded: Tensor, terms: int) -> Tensor:
+        """[J, R, P·C] Σ e^{j (score + shift)} over the candidates of a chunk, for j = 1…J.
+
+        ``shift`` is [R, P] float64. The candidates ``excluded`` [R, M], ascending, do not count;
+        they must be all those with score + shift > 0.
+        """
+        weight = (self.maxima + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
+        table = weight.expand(terms, -1, -1).cumprod(0).mul_(self.sums[:terms].flatten(2))
+        # Chunks with something excluded are added up again, without it.
+        chunks, tokens = self.maxima.shape[-1], self.shape[-1]
+        parent, token = excluded // tokens, excluded % tokens
+        touched = parent * chunks + token // self.length
+        # The excluded items of a chunk stand side by side; the first one's place is for all.
+        slot = torch.arange(touched.shape[-1], device=touched.device)
+        new = torch.ones_like(touched, dtype=torch.bool)
+        new[:, 1:] = touched[:, 1:] != touched[:, :-1]
+        first = torch.where(new, slot, 0).cummax(-1).values
+        _, value = self.members(touched)
+        value += shift.gather(-1, parent)[..., None]
+        out = first * self.length + token % self.length
+        value.flatten(1).scatter_(-1, out, -math.inf)
+        weight = value.to(self.sums.dtype).exp_()
+        again = weight.expand(terms, -1, -1, -1).cumprod(0).sum(-1, dtype=torch.float64)
+        again = again.gather(-1, first.expand(terms, -1, -1))
+        return table.scatter_(-1, touched.expand(terms, -1, -1), again)
+
+    def with_terms(self, terms: int) -> Chunks:
+        """The same with more power sums, by reading the scores again."""
+        return read(self.scores, self.temperature, self.length, terms)
+
+
+def read(scores: Tensor, temperature: float, length: int, terms: int) -> Chunks:
+    """Read scores [R, P, V] once, for sums of ``terms`` powers in chunks of this length."""
+    sources, parents, tokens = scores.shape
+    rows = scores.reshape(sources * parents, tokens)
+    dtype = torch.promote_types(scores.dtype, torch.float32)
+    chunks = -(-tokens // length)
+    maxima = torch.empty((len(rows), chunks), dtype=dtype, device=scores.device)
+    sums = torch.empty((terms, len(rows), chunks), dtype=dtype, device=scores.device)
+    table = (sources, parents, chunks)
+    whole = Chunks(scores, temperature, length, maxima.view(table), sums.view(terms, *table))
+    if dtype == torch.float32 and length & (length - 1) == 0 and kernels.usable(scores.device):
+        from cpsbs.kernels.reading import read_into
+
+        read_into(rows, temperature, length, maxima, sums)
+    else:
+        _read_by_blocks(rows, temperature, length, maxima, sums)
+    return whole
+
+
+def _read_by_blocks(
+    rows: Tensor, temperature: float, length: int, maxima: Tensor, sums: Tensor
+) -> None:
+    """Fill maxima [rows, C] and sums [J, rows, C] from scores [rows, V].
+
+    In blocks that stay in the processor's cache. torch's softmax is its fastest exponential,
+    several times faster than exp. Within a chunk it is e^{score − maximum} / Σ, so that its own
+    maximum is 1/Σ.
+    """
+    terms, tokens, dtype = len(sums), rows.shape[-1], maxima.dtype
+    height = max(1, min(len(rows), block_size(rows.device) // tokens))
+    memory = working_memory(2 * height * tokens, rows.device).view(dtype)
+    whole = tokens - tokens % length
+    for top in range(0, len(rows), height):
+        part = slice(top, top + height)
+        for left, right in ((0, whole), (whole, tokens)):
+            if left == right:
+                continue
+            x = rows[part, left:right]
+            size = min(length, right - left)
+            p, power = (memory[i * x.numel() : (i + 1) * x.numel()].view(-1, size) for i in (0, 1))
+            if temperature != 1.0 or x.dtype != dtype:
+                x = power.view(x.shape).copy_(x).div_(temperature)
+            place = slice(left // length, left // length + (right - left) // size)
+            maxima[part, place] = x.unflatten(-1, (-1, size)).amax(-1)
+            torch.softmax(x.unflatten(-1, (-1, size)), -1, out=p.view(len(x), -1, size))
+            torch.amax(p.view(len(x), -1, size), -1, out=sums[0, part, place])
+            for j in range(1, terms):
+                torch.mul(p if j == 1 else power, p, out=power)
+                torch.sum(power.view(len(x), -1, size), -1, out=sums[j, part, place])
+    largest = sums[0].reciprocal()
+    for j in range(1, terms):
+        sums[j].mul_(largest ** (j + 1))
+    sums[0] = largest
+    sums.masked_fill_(maxima == -math.inf, 0.0)

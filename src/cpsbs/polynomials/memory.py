@@ -1,0 +1,33 @@
+"""Memory to scribble on, kept between calls."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+
+class _Buffers(threading.local):
+    """Memory that a thread works in, by device."""
+
+    def __init__(self) -> None:
+        self.of: dict[torch.device, Tensor] = {}
+
+
+_BUFFERS = _Buffers()
+
+
+def working_memory(size: int, device: torch.device) -> Tensor:
+    """[size] float64 to scribble on until the next call in this thread.
+
+    On a CPU it is kept: memory that is asked for anew is mapped page by page when it is first
+    written to, which takes as long as the arithmetic that is done in it.
+    """
+    buffer = _BUFFERS.of.get(device)
+    if buffer is None or buffer.numel() < size:
+        with torch.inference_mode(False):
+            buffer = torch.empty(size, dtype=torch.float64, device=device)
+        if device.type == "cpu":
+            _BUFFERS.of[device] = buffer
+    return buffer[:size]

@@ -1,0 +1,156 @@
+"""Which of a model's rows belong to which hypotheses; two ways to keep them.
+
+On a CPU a row costs what it computes, so the model is asked only about hypotheses that go on. On a
+GPU a step costs what it takes to launch, and to look at a result is to wait for it: there every
+source keeps K rows, whose hypotheses may have ended, and the search looks only now and then.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cpsbs import kernels
+from cpsbs.models.base import SequenceModel
+
+LOOK = 8
+"""Steps between two looks, where rows are fixed."""
+
+SPARSE = 0.5
+"""Share of sources that must be left for the others to be dropped, where rows are fixed."""
+
+
+class Rows(Protocol):
+    """The rows of hypotheses [b, P]."""
+
+    def looks(self, step: int) -> bool:
+        """Whether the search is to look at the result of this step, 0, 1, …"""
+        ...
+
+    def scores(self, going: Tensor) -> Tensor:
+        """[b, P, V] scores of the next token.
+
+        A hypothesis that does not go on [b, P] has 0 for token 0 and -inf for all others.
+        """
+        ...
+
+    def advance(self, parent: Tensor, token: Tensor, going: Tensor) -> None:
+        """Hypotheses [b, K] extend their parents [b, K] by a token [b, K] each."""
+        ...
+
+    def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
+        """[n] which of the extensions that go on end for another reason than their token."""
+        ...
+
+    def worth_dropping(self, left: int, all_sources: int) -> bool:
+        """Whether sources that have ended are to be dropped."""
+        ...
+
+    def keep(self, sources: Tensor) -> None:
+        """Only these sources [b'] go on."""
+        ...
+
+
+def rows_of(model: SequenceModel, k: int, roots: int, max_length: int) -> Rows:
+    """The rows of a search that begins, with ``roots`` hypotheses for each source."""
+    scores = model.start()
+    if scores.shape != (model.sources, model.vocab_size):
+        raise ValueError(
+            f"model.start() returned the shape {list(scores.shape)}; "
+            f"it must be [sources, V] = {[model.sources, model.vocab_size]}"
+        )
+    fix: Any = getattr(model, "fix_rows", None)
+    if fix is not None and max_length > 1 and fix(k, max_length - 1):
+        return FixedRows(model, scores, roots)
+    return FreeRows(model, scores, roots)
+
+
+class FreeRows:
+    """The rows are the hypotheses that go on; they change at every step."""
+
+    def __init__(self, model: SequenceModel, scores: Tensor, roots: int) -> None:
+        self._model, self._scores = model, scores
+        # All roots of a source share the model's row.
+        self._row = torch.arange(model.sources, device=scores.device)[:, None].expand(-1, roots)
+
+    def looks(self, step: int) -> bool:
+        """Always."""
+        return True
+
+    def scores(self, going: Tensor) -> Tensor:
+        """As the model has them, or in their places among hypotheses that have ended."""
+        row, scores = self._row, self._scores
+        if bool(going.all()) and row.shape[-1] * len(row) == len(scores):
+            return scores.view(*row.shape, -1)
+        everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
+        # The rows of open hypotheses are in their order, but for the roots, which may share one.
+        shared = row[going] if len(scores) != int(going.sum()) else slice(None)
+        everything.view(-1, scores.shape[-1])[going.flatten()] = scores[shared]
+        everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
+        return everything
+
+    def advance(self, parent: Tensor, token: Tensor, going: Tensor) -> None:
+        """Only what goes on."""
+        self._scores = self._model.advance(self._row.gather(-1, parent)[going], token[going])
+        self._row = (going.flatten().cumsum(0) - 1).view(going.shape)
+
+    def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
+        """As the model says, if it says anything."""
+        stops: Any = getattr(self._model, "stops", None)
+        if stops is None:
+            return None
+        ended: Tensor | None = stops(self._row.gather(-1, parent)[going], token[going])
+        return ended
+
+    def worth_dropping(self, left: int, all_sources: int) -> bool:
+        """Whenever there are any."""
+        return left < all_sources
+
+    def keep(self, sources: Tensor) -> None:
+        """The model forgets rows that nobody extends."""
+        self._row = self._row[sources]
+
+
+class FixedRows:
+    """Every source has K rows; the model has ``step`` and ``keep_sources``."""
+
+    def __init__(self, model: Any, scores: Tensor, roots: int) -> None:
+        self._model, self._scores, self._hypotheses = model, scores, roots
+        self._begins = True
+
+    def looks(self, step: int) -> bool:
+        """Now and then."""
+        return step % LOOK == LOOK - 1
+
+    def scores(self, going: Tensor) -> Tensor:
+        """As the model has them, those that do not go on written over."""
+        if self._begins:
+            return self._scores[:, None].expand(-1, self._hypotheses, -1)
+        if kernels.usable(going.device):
+            from cpsbs.kernels.closing import close_rows
+
+            close_rows(self._scores, ~going)
+        else:
+            self._scores.masked_fill_(~going.view(-1, 1), -math.inf)
+            self._scores[:, 0].masked_fill_(~going.flatten(), 0.0)
+        return self._scores.view(*going.shape, -1)
+
+    def advance(self, parent: Tensor, token: Tensor, going: Tensor) -> None:
+        """All of them."""
+        self._scores = self._model.step(parent, token)
+        self._begins = False
+
+    def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
+        """Models with fixed rows have no such reason."""
+        return None
+
+    def worth_dropping(self, left: int, all_sources: int) -> bool:
+        """When few are left: it takes a copy of the cache."""
+        return 0 < left <= SPARSE * all_sources
+
+    def keep(self, sources: Tensor) -> None:
+        """The model moves them together."""
+        self._model.keep_sources(sources)
