@@ -57,9 +57,9 @@ class Streams:
         if self.counters is not None:
             from cpsbs.kernels.noise import uniform
 
-            drawn = uniform(self.counters.seeds, self.counters.counts, row, size)
+            numbers = uniform(self.counters.seeds, self.counters.counts, row, size)
             self.counters.counts.index_add_(0, row, torch.ones_like(row))
-            return drawn
+            return numbers
         if isinstance(self.generator, Sequence):
             drawn = [self._draw(size, self.generator[r]) for r in row.tolist()]
             return torch.stack(drawn) if drawn else self._draw((0, *size), None)
@@ -77,6 +77,20 @@ class Streams:
             chosen = [self.generator[r] for r in rows.tolist()]
             return Streams(chosen, len(chosen), self._device)
         return self
+
+    def copy(self) -> Streams:
+        """The same streams, which from here on go on by themselves; of counters only."""
+        assert self.counters is not None
+        copied = Streams(None, 0, self._device)
+        copied.counters = Counters(self.counters.seeds.clone(), self.counters.counts.clone())
+        return copied
+
+    def load(self, other: Streams) -> None:
+        """Become those of another; of counters only."""
+        assert self.counters is not None
+        assert other.counters is not None
+        self.counters.seeds.copy_(other.counters.seeds)
+        self.counters.counts.copy_(other.counters.counts)
 
     def _draw(self, size: tuple[int, ...], generator: torch.Generator | None) -> Tensor:
         return torch.rand(size, dtype=torch.float64, device=self._device, generator=generator)

@@ -8,16 +8,23 @@ source keeps K rows, whose hypotheses may have ended, and the search looks only 
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cpsbs import kernels
+from cpsbs.hypotheses import Hypotheses
 from cpsbs.models.base import SequenceModel
+from cpsbs.randomness import Streams
+from cpsbs.recording import RecordedStep, Step
 
 LOOK = 8
 """Steps between two looks, where rows are fixed."""
+
+CROWDED = 512
+"""Rows up to which a step on a GPU takes the same time."""
 
 SPARSE = 0.5
 """Share of sources that must be left for the others to be dropped, where rows are fixed."""
@@ -30,15 +37,18 @@ class Rows(Protocol):
         """Whether the search is to look at the result of this step, 0, 1, …"""
         ...
 
-    def scores(self, going: Tensor) -> Tensor:
+    latest: Tensor
+    """[rows, V] what the model said last."""
+
+    def scores(self, beam: Hypotheses) -> Tensor:
         """[b, P, V] scores of the next token.
 
-        A hypothesis that does not go on [b, P] has 0 for token 0 and -inf for all others.
+        A hypothesis that does not go on has 0 for token 0 and -inf for all others.
         """
         ...
 
-    def advance(self, parent: Tensor, token: Tensor, going: Tensor) -> None:
-        """Hypotheses [b, K] extend their parents [b, K] by a token [b, K] each."""
+    def advance(self, parent: Tensor, beam: Hypotheses) -> None:
+        """Hypotheses [b, K] extend their parents [b, K] by their last token."""
         ...
 
     def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
@@ -53,6 +63,14 @@ class Rows(Protocol):
         """Only these sources [b'] go on."""
         ...
 
+    def recorded(
+        self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
+    ) -> RecordedStep | None:
+        """The step as a graph that goes on from here, if there are graphs; it was recorded now, or
+        earlier under the same key.
+        """
+        ...
+
 
 def rows_of(model: SequenceModel, k: int, roots: int, max_length: int) -> Rows:
     """The rows of a search that begins, with ``roots`` hypotheses for each source."""
@@ -64,7 +82,7 @@ def rows_of(model: SequenceModel, k: int, roots: int, max_length: int) -> Rows:
         )
     fix: Any = getattr(model, "fix_rows", None)
     if fix is not None and max_length > 1 and fix(k, max_length - 1):
-        return FixedRows(model, scores, roots)
+        return FixedRows(model, scores, roots, k)
     return FreeRows(model, scores, roots)
 
 
@@ -72,7 +90,7 @@ class FreeRows:
     """The rows are the hypotheses that go on; they change at every step."""
 
     def __init__(self, model: SequenceModel, scores: Tensor, roots: int) -> None:
-        self._model, self._scores = model, scores
+        self._model, self.latest = model, scores
         # All roots of a source share the model's row.
         self._row = torch.arange(model.sources, device=scores.device)[:, None].expand(-1, roots)
 
@@ -80,9 +98,9 @@ class FreeRows:
         """Always."""
         return True
 
-    def scores(self, going: Tensor) -> Tensor:
+    def scores(self, beam: Hypotheses) -> Tensor:
         """As the model has them, or in their places among hypotheses that have ended."""
-        row, scores = self._row, self._scores
+        row, scores, going = self._row, self.latest, beam.open
         if bool(going.all()) and row.shape[-1] * len(row) == len(scores):
             return scores.view(*row.shape, -1)
         everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
@@ -92,9 +110,10 @@ class FreeRows:
         everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
         return everything
 
-    def advance(self, parent: Tensor, token: Tensor, going: Tensor) -> None:
+    def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """Only what goes on."""
-        self._scores = self._model.advance(self._row.gather(-1, parent)[going], token[going])
+        going = beam.open
+        self.latest = self._model.advance(self._row.gather(-1, parent)[going], beam.token[going])
         self._row = (going.flatten().cumsum(0) - 1).view(going.shape)
 
     def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
@@ -113,34 +132,33 @@ class FreeRows:
         """The model forgets rows that nobody extends."""
         self._row = self._row[sources]
 
+    def recorded(
+        self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
+    ) -> RecordedStep | None:
+        """Rows that change cannot be recorded."""
+        return None
+
 
 class FixedRows:
     """Every source has K rows; the model has ``step`` and ``keep_sources``."""
 
-    def __init__(self, model: Any, scores: Tensor, roots: int) -> None:
-        self._model, self._scores, self._hypotheses = model, scores, roots
+    def __init__(self, model: Any, scores: Tensor, roots: int, k: int) -> None:
+        self._model, self.latest, self._roots, self._k = model, scores, roots, k
         self._begins = True
 
     def looks(self, step: int) -> bool:
         """Now and then."""
         return step % LOOK == LOOK - 1
 
-    def scores(self, going: Tensor) -> Tensor:
+    def scores(self, beam: Hypotheses) -> Tensor:
         """As the model has them, those that do not go on written over."""
         if self._begins:
-            return self._scores[:, None].expand(-1, self._hypotheses, -1)
-        if kernels.usable(going.device):
-            from cpsbs.kernels.closing import close_rows
+            return self.latest[:, None].expand(-1, self._roots, -1)
+        return _closed(self.latest, beam.open)
 
-            close_rows(self._scores, ~going)
-        else:
-            self._scores.masked_fill_(~going.view(-1, 1), -math.inf)
-            self._scores[:, 0].masked_fill_(~going.flatten(), 0.0)
-        return self._scores.view(*going.shape, -1)
-
-    def advance(self, parent: Tensor, token: Tensor, going: Tensor) -> None:
+    def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """All of them."""
-        self._scores = self._model.step(parent, token)
+        self.latest = self._model.step(parent, beam.token)
         self._begins = False
 
     def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
@@ -148,9 +166,41 @@ class FixedRows:
         return None
 
     def worth_dropping(self, left: int, all_sources: int) -> bool:
-        """When few are left: it takes a copy of the cache."""
-        return 0 < left <= SPARSE * all_sources
+        """When few of many are left: it takes a copy of the cache, and another graph."""
+        return 0 < left <= SPARSE * all_sources and all_sources * self._k > CROWDED
 
     def keep(self, sources: Tensor) -> None:
         """The model moves them together."""
         self._model.keep_sources(sources)
+
+    def recorded(
+        self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
+    ) -> RecordedStep | None:
+        """Kept with the buffers of the model, on a card."""
+        if self.latest.device.type != "cuda" or streams.counters is None:
+            return None
+
+        def closing(
+            beam: Hypotheses, scores: Tensor, streams: Streams
+        ) -> tuple[Hypotheses, Tensor, Tensor]:
+            return step(beam, _closed(scores, beam.open), streams)
+
+        full_key = (key, self.latest.shape, self.latest.dtype)
+        found: RecordedStep | None = self._model.memo.get(full_key)
+        if found is None:
+            found = RecordedStep(closing, beam, self.latest, streams)
+            self._model.memo[full_key] = found
+        found.load(beam, streams)
+        return found
+
+
+def _closed(scores: Tensor, going: Tensor) -> Tensor:
+    """[b, P, V] the scores [b·P, V] of hypotheses [b, P]; those that do not go on written over."""
+    if kernels.usable(going.device):
+        from cpsbs.kernels.closing import close_rows
+
+        close_rows(scores, ~going)
+    else:
+        scores.masked_fill_(~going.view(-1, 1), -math.inf)
+        scores[:, 0].masked_fill_(~going.flatten(), 0.0)
+    return scores.view(*going.shape, -1)

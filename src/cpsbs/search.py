@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,59 +17,14 @@ from torch import Tensor
 from cpsbs import kernels
 from cpsbs.beams import Beams, Step
 from cpsbs.designs import Candidates, Design, Selection, design_named
+from cpsbs.hypotheses import Hypotheses, Trail
 from cpsbs.models.base import SequenceModel
 from cpsbs.polynomials.chunks import beam_chunk_length, read
 from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
+from cpsbs.recording import RecordedStep
 from cpsbs.rows import Rows, rows_of
 
-
-@dataclass(frozen=True)
-class _Beam:
-    """P hypotheses of each of the b sources that are still open."""
-
-    source: Tensor
-    """[b]"""
-    tokens: Tensor
-    """[b, P, t]"""
-    length: Tensor
-    """[b, P]"""
-    log_prob: Tensor
-    """[b, P]"""
-    finished: Tensor
-    """[b, P]"""
-    present: Tensor
-    """[b, P]"""
-    state: Mapping[str, Tensor]
-    log_inclusion: Tensor | None
-    """[b, P] along the path"""
-    joint: Tensor | None
-    """[b, P, P] along the path"""
-    entropy: Tensor | None
-    """[b, P] along the path"""
-
-    @property
-    def open(self) -> Tensor:
-        """[b, P] hypotheses that go on."""
-        return self.present & ~self.finished
-
-    def of(self, rows: Tensor) -> _Beam:
-        """Some of the sources."""
-
-        def some(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[rows]
-
-        return _Beam(
-            self.source[rows],
-            self.tokens[rows],
-            self.length[rows],
-            self.log_prob[rows],
-            self.finished[rows],
-            self.present[rows],
-            {name: value[rows] for name, value in self.state.items()},
-            some(self.log_inclusion),
-            some(self.joint),
-            some(self.entropy),
-        )
+NOT_NUMBERS = "the model's scores of a prefix are NaN, inf, or all -inf"
 
 
 @torch.no_grad()
@@ -129,37 +84,45 @@ def search(
     }
     streams = Streams(generator, model.sources, model.device)
     source = torch.arange(model.sources, device=model.device)
-    eos = torch.tensor(model.eos, dtype=torch.int64, device=model.device)
-    beam = _first(chosen, k, streams, source, joint, entropy)
+    beam = Hypotheses.first(chosen, k, streams, source, joint, entropy)
     rows = rows_of(model, k, chosen.roots(k), max_length)
-    steps: list[Step] = []
-    done: list[_Beam] = []
+    eos = torch.tensor(model.eos, dtype=torch.int64, device=model.device)
+    take = _Step(chosen, k, temperature, nucleus, joint, rows, eos, model.pad)
+    trail = Trail(model.sources, k, model.pad, model.device)
+    recorded: RecordedStep | None = None
     broken = torch.zeros((), dtype=torch.bool, device=model.device)
-    for step in range(max_length):
-        last = step + 1 == max_length
-        looks = last or rows.looks(step)
-        candidates = _candidates(beam, rows.scores(beam.open), temperature, nucleus, k, chosen)
-        broken |= ~candidates.log_total.isfinite().all()
-        if looks and bool(broken):
-            raise ValueError("the model's scores of a prefix are NaN, inf, or all -inf")
-        selection = chosen.select(candidates, k, streams, joint)
-        parent = candidates.parent_of(selection.index)
-        beam = _extended(beam, candidates, selection, parent, rows, eos, model.pad)
-        if path:
-            steps.append(_step(beam, selection, parent))
+    steps: list[Step] = []
+    done: list[Hypotheses] = []
+    for number in range(max_length):
+        last = number + 1 == max_length
+        looks = last or rows.looks(number)
+        if recorded is None and number > 0 and take.recordable and not path:
+            recorded = rows.recorded(take, (take.key, entropy), beam, streams)
+        if recorded is None:
+            selection, beam, parent, wrong = take.with_selection(beam, rows.scores(beam), streams)
+            broken |= wrong
+            if path:
+                steps.append(_as_step(beam, selection, parent))
+        else:
+            parent = recorded.run(rows.latest)
+            beam, streams, broken = recorded.beam, recorded.streams, recorded.broken
+        trail.append(beam.source, parent, beam.token)
         if looks:
+            if bool(broken):
+                raise ValueError(NOT_NUMBERS)
             going = beam.open.any(-1)
             left = going.nonzero()[:, 0]
             if rows.worth_dropping(len(left), len(going)):
                 done.append(beam.of((~going).nonzero()[:, 0]))
                 beam, parent, streams = beam.of(left), parent[left], streams.select(left)
                 rows.keep(left)
+                recorded = None
             if len(left) == 0:
                 break
         if not last:
-            rows.advance(parent, beam.tokens[..., -1], beam.open)
+            rows.advance(parent, beam)
     done.append(beam)
-    return _collected(done, chosen, model.pad, settings, tuple(steps) if path else None)
+    return _collected(done, trail, chosen, model.pad, settings, tuple(steps) if path else None)
 
 
 def check_settings(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
@@ -174,46 +137,97 @@ def check_settings(k: int, max_length: int, temperature: float, nucleus: float |
         raise ValueError(f"nucleus is {nucleus}; allowed are numbers above 0, up to 1, and None")
 
 
-def _first(
-    design: Design, k: int, streams: Streams, source: Tensor, joint: bool, entropy: bool
-) -> _Beam:
-    """The empty sequence, as often as the design wants it."""
-    shape = (len(source), design.roots(k))
-    zeros = torch.zeros(shape, dtype=torch.float64, device=source.device)
-    no = torch.zeros(shape, dtype=torch.bool, device=source.device)
-    return _Beam(
-        source=source,
-        tokens=torch.empty((*shape, 0), dtype=torch.int64, device=source.device),
-        length=torch.zeros(shape, dtype=torch.int64, device=source.device),
-        log_prob=zeros,
-        finished=no,
-        present=~no,
-        state=design.begin(k, streams, source),
-        log_inclusion=zeros,
-        joint=zeros[..., None] + zeros[:, None, :] if joint else None,
-        entropy=zeros if entropy else None,
-    )
+@dataclass(frozen=True)
+class _Step:
+    """One step of the recursion, from scores to hypotheses."""
 
+    design: Design
+    k: int
+    temperature: float
+    nucleus: float | None
+    joint: bool
+    rows: Rows
+    eos: Tensor
+    pad: int
 
-def _candidates(
-    beam: _Beam,
-    scores: Tensor,
-    temperature: float,
-    nucleus: float | None,
-    k: int,
-    design: Design,
-) -> Candidates:
-    """What the open hypotheses can be extended to, and the others as they are."""
-    if nucleus is not None:
-        scores, temperature = processed(scores, temperature, nucleus), 1.0
-    _, parents, tokens = scores.shape
-    length = beam_chunk_length(parents, tokens, k, scores.device)
-    terms = design.power_sums
-    if terms > 1 and kernels.usable(scores.device):
-        terms = kernels.POWER_SUMS
-    chunks = read(scores, temperature, length, terms)
-    log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
-    return Candidates(log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
+    @property
+    def recordable(self) -> bool:
+        """Whether it never looks at what it computes."""
+        return self.design.recordable(self.k) and not self.joint and self.nucleus is None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a recording of it depends on."""
+        return repr(self.design), self.k, self.temperature, tuple(self.eos.tolist()), self.pad
+
+    def __call__(
+        self, beam: Hypotheses, scores: Tensor, streams: Streams
+    ) -> tuple[Hypotheses, Tensor, Tensor]:
+        """The hypotheses picked, [b, K] their parents, and whether some score is no number."""
+        return self.with_selection(beam, scores, streams)[1:]
+
+    def with_selection(
+        self, beam: Hypotheses, scores: Tensor, streams: Streams
+    ) -> tuple[Selection, Hypotheses, Tensor, Tensor]:
+        """The same, and what the design returned."""
+        candidates = self._candidates(beam, scores)
+        wrong = ~candidates.log_total.isfinite().all()
+        if wrong.device.type == "cpu" and bool(wrong):
+            raise ValueError(NOT_NUMBERS)
+        selection = self.design.select(candidates, self.k, streams, self.joint)
+        parent = candidates.parent_of(selection.index)
+        return selection, self._extended(beam, candidates, selection, parent), parent, wrong
+
+    def _candidates(self, beam: Hypotheses, scores: Tensor) -> Candidates:
+        """What the open hypotheses can be extended to, and the others as they are."""
+        temperature = self.temperature
+        if self.nucleus is not None:
+            scores, temperature = processed(scores, temperature, self.nucleus), 1.0
+        _, parents, tokens = scores.shape
+        length = beam_chunk_length(parents, tokens, self.k, scores.device)
+        terms = self.design.power_sums
+        if terms > 1 and kernels.usable(scores.device):
+            terms = kernels.POWER_SUMS
+        chunks = read(scores, temperature, length, terms)
+        log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
+        return Candidates(log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
+
+    def _extended(
+        self, beam: Hypotheses, candidates: Candidates, selection: Selection, parent: Tensor
+    ) -> Hypotheses:
+        """The hypotheses picked."""
+        token = selection.index % candidates.shape[-1]
+        was_finished = beam.finished.gather(-1, parent)
+        token = torch.where(was_finished | ~selection.present, self.pad, token)
+        ended = (token[..., None] == self.eos).any(-1)
+        goes_on = selection.present & ~was_finished & ~ended
+        stopped = self.rows.stops(parent, token, goes_on)
+        if stopped is not None:
+            ended = ended.masked_scatter(goes_on, stopped)
+        log_inclusion = None
+        if selection.log_inclusion is not None and beam.log_inclusion is not None:
+            log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
+        joint = None
+        if selection.joint_log_inclusion is not None and beam.joint is not None:
+            rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
+            columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
+            joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
+        entropy = None
+        if beam.entropy is not None:
+            entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
+        log_prob = candidates.log_prob_of(selection.index)
+        return Hypotheses(
+            source=beam.source,
+            token=token,
+            length=(beam.length.gather(-1, parent) + ~was_finished) * selection.present,
+            log_prob=torch.where(selection.present, log_prob, -math.inf),
+            finished=(was_finished | ended) & selection.present,
+            present=selection.present,
+            state=selection.state,
+            log_inclusion=log_inclusion,
+            joint=joint,
+            entropy=entropy,
+        )
 
 
 def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:
@@ -230,72 +244,26 @@ def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tens
     return scores.masked_fill(~keep, -math.inf)
 
 
-def _extended(
-    beam: _Beam,
-    candidates: Candidates,
-    selection: Selection,
-    parent: Tensor,
-    rows: Rows,
-    eos: Tensor,
-    pad: int,
-) -> _Beam:
-    """The hypotheses picked."""
-    token = selection.index % candidates.shape[-1]
-    was_finished = beam.finished.gather(-1, parent)
-    token = torch.where(was_finished | ~selection.present, pad, token)
-    ended = (token[..., None] == eos).any(-1)
-    goes_on = selection.present & ~was_finished & ~ended
-    stopped = rows.stops(parent, token, goes_on)
-    if stopped is not None:
-        ended = ended.masked_scatter(goes_on, stopped)
-    before = beam.tokens.gather(1, parent[..., None].expand(-1, -1, beam.tokens.shape[-1]))
-    log_inclusion = None
-    if selection.log_inclusion is not None and beam.log_inclusion is not None:
-        log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
-    joint = None
-    if selection.joint_log_inclusion is not None and beam.joint is not None:
-        rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
-        columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
-        joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
-    entropy = None
-    if beam.entropy is not None:
-        entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
-    return _Beam(
-        source=beam.source,
-        tokens=torch.cat([before, token[..., None]], dim=-1),
-        length=(beam.length.gather(-1, parent) + ~was_finished) * selection.present,
-        log_prob=torch.where(selection.present, candidates.log_prob_of(selection.index), -math.inf),
-        finished=(was_finished | ended) & selection.present,
-        present=selection.present,
-        state=selection.state,
-        log_inclusion=log_inclusion,
-        joint=joint,
-        entropy=entropy,
-    )
-
-
-def _step(beam: _Beam, selection: Selection, parent: Tensor) -> Step:
-    token = beam.tokens[..., -1]
+def _as_step(beam: Hypotheses, selection: Selection, parent: Tensor) -> Step:
     present, inclusion = selection.present, selection.log_inclusion
-    return Step(beam.source, parent, token, present, beam.log_prob, inclusion)
+    return Step(beam.source, parent, beam.token, present, beam.log_prob, inclusion)
 
 
 def _collected(
-    done: list[_Beam],
+    done: list[Hypotheses],
+    trail: Trail,
     design: Design,
     pad: int,
     settings: Mapping[str, Any],
     path: tuple[Step, ...] | None,
 ) -> Beams:
     """All sources in their order, the hypotheses of each by probability."""
-    longest = max(part.tokens.shape[-1] for part in done)
     order = torch.cat([part.source for part in done]).argsort()
 
     def joined(name: str) -> Tensor:
         return torch.cat([getattr(part, name) for part in done])[order]
 
-    done = [replace(part, tokens=_padded(part.tokens, longest, pad)) for part in done]
-    log_prob, present = joined("log_prob"), joined("present")
+    log_prob, present, length = joined("log_prob"), joined("present"), joined("length")
     known = done[0].log_inclusion is not None
     state = {name: torch.cat([p.state[name] for p in done])[order] for name in done[0].state}
     log_inclusion, log_weight = design.log_weight(
@@ -314,8 +282,8 @@ def _collected(
         pairs = ranked(joined("joint"))
         pairs = pairs.gather(2, rank[:, None, :].expand_as(pairs))
     return Beams(
-        sequences=ranked(joined("tokens")),
-        lengths=ranked(joined("length")),
+        sequences=ranked(trail.sequences())[..., : max(1, int(length.max()))],
+        lengths=ranked(length),
         finished=ranked(joined("finished")),
         present=ranked(present),
         log_prob=ranked(log_prob),
@@ -328,7 +296,3 @@ def _collected(
         path=path,
         settings=settings,
     )
-
-
-def _padded(tokens: Tensor, length: int, value: int) -> Tensor:
-    return torch.nn.functional.pad(tokens, (0, length - tokens.shape[-1]), value=value)

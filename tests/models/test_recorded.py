@@ -406,6 +406,7 @@ def test_half_precision(name: str, dtype: torch.dtype) -> None:
 
 @gpu
 @pytest.mark.parametrize("name", ["llama", "marian"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_steps_neither_wait_nor_allocate(name: str) -> None:
     """200 of them, once all windows are recorded."""
     model = build(name, "cuda", torch.float16)

@@ -41,10 +41,9 @@ class Arithmetic(Independent):
         """Decode one token of every row's code."""
         code, bits = candidates.state["code"], candidates.state["bits"]
         spent = bits < FRESH
-        row = spent.any(-1).nonzero()[:, 0]
-        if len(row) > 0:
-            fresh = code.index_copy(0, row, streams.uniform(row, (k,)))
-            code, bits = torch.where(spent, fresh, code), torch.where(spent, 53.0, bits)
+        row = torch.arange(len(code), device=code.device)
+        code = torch.where(spent, streams.uniform(row, (k,)), code)
+        bits = torch.where(spent, 53.0, bits)
         token, start, length = invert(candidates, code)
         code = ((code - start) / length).clamp_(0, 1 - 2.0**-53)
         bits = bits + length.log2()

@@ -140,6 +140,12 @@ class Design(ABC):
         """The state [B, roots] of the first parents, for the sources [B]."""
         return {}
 
+    def recordable(self, k: int) -> bool:
+        """Whether ``select`` never looks at what it computes, so that a GPU's part of it can be
+        recorded once and replayed.
+        """
+        return False
+
     @abstractmethod
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False

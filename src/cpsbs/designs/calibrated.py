@@ -14,6 +14,7 @@ from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.poisson import draw_poisson
 from cpsbs.designs.targets import find_targets
+from cpsbs.polynomials.population import TooFewError
 from cpsbs.polynomials.weights import CandidateWeights
 from cpsbs.randomness import Streams
 
@@ -29,5 +30,7 @@ class Calibrated(DrawingDesign):
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """A conditional Poisson sample with the odds of the targets as weights."""
         targets = find_targets(candidates, k)
+        if bool(targets.few.any()):
+            raise TooFewError(f"a source has no more than k = {k} candidates", targets.few)
         offset = targets.offset + targets.log_scale[:, None]
         return draw_poisson(CandidateWeights(candidates.chunks, offset, True), k, streams, joint)

@@ -51,6 +51,10 @@ class Diverse(Design):
         shape = (len(sources), self.roots(k))
         return {"score": torch.zeros(shape, dtype=torch.float64, device=sources.device)}
 
+    def recordable(self, k: int) -> bool:
+        """Nothing is looked at."""
+        return True
+
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:

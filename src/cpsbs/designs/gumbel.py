@@ -39,6 +39,10 @@ class GumbelTopK(Design):
         score = _gumbel(streams.uniform(sources, (1,)))
         return {"score": score, "threshold": torch.full_like(score, -math.inf)}
 
+    def recordable(self, k: int) -> bool:
+        """Nothing is looked at."""
+        return True
+
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:

@@ -26,6 +26,10 @@ class Independent(Design):
         """Every row starts by itself."""
         return k
 
+    def recordable(self, k: int) -> bool:
+        """Nothing is looked at."""
+        return True
+
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:

@@ -45,6 +45,10 @@ class ConditionalPoissonDesign(DrawingDesign):
         self.weights: Literal["odds", "probability"] = weights
         self.anneal = anneal
 
+    def recordable(self, k: int) -> bool:
+        """Where kernels draw."""
+        return self.anneal == 1.0 and k <= MOST_BY_KERNEL
+
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """A conditional Poisson sample."""
         return draw_poisson(self.candidate_weights(candidates, k), k, streams, joint)

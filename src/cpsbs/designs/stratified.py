@@ -19,6 +19,8 @@ together.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,6 +35,10 @@ class Stratified(DrawingDesign):
 
     name = "stratified"
     summary = "every prefix gets the children that it is worth; best for estimates"
+
+    def recordable(self, k: int) -> bool:
+        """Nothing is looked at."""
+        return True
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Heavy candidates, and light ones by parents."""
@@ -75,14 +81,16 @@ class Stratified(DrawingDesign):
             known.gather(-1, found),
             _in_chunks(candidates, targets, end, of_chunks, in_chunk, parent, beyond),
         )
+        is_heavy = is_heavy | targets.few[:, None]  # where there is nothing to choose, all are
         index = torch.where(is_heavy, targets.index, index)
         index, order = index.sort(dim=-1)
         score = candidates.chunks.take_along(index)
         log_target = score + targets.offset.gather(-1, index // tokens)
+        present = (log_target > -math.inf) | ~targets.few[:, None]
         log_target = (log_target + targets.log_scale[:, None]).clamp(max=0.0)
         return Selection(
             index=index,
-            present=torch.ones_like(is_heavy),
+            present=present,
             log_inclusion=torch.where(is_heavy.gather(-1, order), 0.0, log_target),
         )
 

@@ -35,6 +35,10 @@ class SumAndSample(Design):
         never = torch.full((len(sources), 1), -math.inf, dtype=torch.float64, device=sources.device)
         return {"log_dropped": never}
 
+    def recordable(self, k: int) -> bool:
+        """Nothing is looked at."""
+        return True
+
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:

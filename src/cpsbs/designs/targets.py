@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.base import Candidates
-from cpsbs.polynomials.population import TooFewError
+from cpsbs.polynomials.population import finite_or_zero
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class Targets:
     """[R, P, C] what chunks of the other candidates are worth, relative."""
     chunk: int
     """How many tokens a chunk has."""
+    few: Tensor
+    """[R] sources with no more than K candidates, whose targets mean nothing."""
 
     @property
     def log_scale(self) -> Tensor:
@@ -55,7 +57,7 @@ class Targets:
 
 
 def find_targets(candidates: Candidates, k: int) -> Targets:
-    """For sources with more than K candidates.
+    """For sources with more than K candidates; ``few`` says which have not.
 
     Everything but the K largest is light, because c u < 1 for all but K of them; how many of those
     K are heavy is seen from the sums of what is left without them, each from smallest to largest,
@@ -66,19 +68,18 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
     offset = candidates.offset - candidates.log_inclusion
     offset = torch.where(candidates.log_prob == -math.inf, -math.inf, offset)
     values, index = candidates.chunks.largest(offset, k)
-    reference = values[:, -1]
+    reference = finite_or_zero(values[:, -1])
     known = index.sort(dim=-1).values
     chunk_sums = candidates.chunks.masses(offset - reference[:, None], known, 1)[0]
     chunk_sums = chunk_sums.view(sources, parents, -1)
     chunk = candidates.chunks.length
     worth = (values - reference[:, None]).clamp_(max=700.0).exp_()
     rest = chunk_sums.sum((1, 2))
-    if not bool((rest > 0).all()):
-        raise TooFewError(f"a source has no more than k = {k} candidates", ~(rest > 0))
     # left[:, h] is worth all but the h largest.
-    left = worth.flip(-1).cumsum(-1).flip(-1) + rest[:, None]
+    left = worth.flip(-1).cumsum(-1).flip(-1) + rest[:, None].clamp(min=2.0**-1000)
     count = torch.arange(k, 0, -1, dtype=worth.dtype, device=worth.device)
     light = worth * count < left
     heavy = light.long().cumsum(-1).eq(0).sum(-1)
     scale = (count / left).gather(-1, heavy.clamp(max=k - 1)[:, None])[:, 0]
-    return Targets(offset, reference, index, worth, heavy, scale, chunk_sums, chunk)
+    few = rest == 0
+    return Targets(offset, reference, index, worth, heavy, scale, chunk_sums, chunk, few)

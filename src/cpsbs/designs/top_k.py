@@ -19,6 +19,10 @@ class TopK(Design):
     summary = "beam search; nothing is random"
     estimates = False
 
+    def recordable(self, k: int) -> bool:
+        """Nothing is looked at."""
+        return True
+
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:

@@ -1,4 +1,4 @@
-"""Scores of hypotheses that have ended: one candidate, the hypothesis itself, in place of token 0."""
+"""Scores of hypotheses that have ended: one candidate, themselves, in the place of token 0."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from cpsbs.kernels import POWER_SUMS
 from cpsbs.kernels.noise import uniform64
+from cpsbs.kernels.reading import host_number
 from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT, Circle, alias_free
 from cpsbs.polynomials.chunks import Chunks
 
@@ -43,10 +44,10 @@ COLUMNS: tl.constexpr = tl.constexpr(9)
 
 
 @triton.jit
-def _log_p(scores, base, token, tokens, scale, offset):
+def _log_p(scores, base, token, tokens, temperature, offset):
     """Float64 log p of the tokens of a row that starts at ``base``; -inf beyond its end."""
     x = tl.load(scores + base + token, mask=token < tokens, other=-float("inf"))
-    return x.to(tl.float32).to(tl.float64) * scale + offset
+    return x.to(tl.float32).to(tl.float64) / temperature + offset
 
 
 @triton.jit
@@ -63,12 +64,13 @@ def _in_head(item, head, size):
 @triton.jit
 def _without_head(
     scores, head_index, head, offset, slot_of, again,
-    m, parents, tokens, chunks, scale,
+    m, parents, tokens, chunks, temperature,
     LENGTH: tl.constexpr,
 ):  # fmt: skip
     """The chunk of one item of the head: sums of powers of e^{log p − unit} without the head."""
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1)
+    temperature = tl.load(temperature)
     unit = tl.load(head + source * m + m - 1)
     unit = tl.where(unit == -float("inf"), 0.0, unit)
     item = tl.load(head_index + source * m + slot)
@@ -77,7 +79,7 @@ def _without_head(
     token = chunk * LENGTH + tl.arange(0, LENGTH)
     shift = tl.load(offset + source * parents + parent)
     base = (source * parents + parent) * tokens
-    log_p = _log_p(scores, base, token, tokens, scale, shift)
+    log_p = _log_p(scores, base, token, tokens, temperature, shift)
     taken = _in_head(parent * tokens + token, head_index + source * m, m)
     weight = tl.exp(tl.where(taken > 0, -float("inf"), log_p - unit).to(tl.float32))
     power = weight
@@ -91,7 +93,7 @@ def _without_head(
 @triton.jit
 def _tail(
     maxima, sums, head, offset, slot_of, again, mass, partial,
-    m, parents, chunks, table, blocks,
+    m, parents, chunks, table, blocks, temperature,
     ODDS: tl.constexpr,
 ):  # fmt: skip
     """Masses of some chunks of one source, and sums over them."""
@@ -105,7 +107,7 @@ def _tail(
     shift = tl.load(offset + source * parents + chunk // chunks, mask=here, other=0.0) - unit
     place = source * count + chunk
     top = tl.load(maxima + place, mask=here, other=-float("inf")).to(tl.float64)
-    weight = tl.exp(tl.minimum(top + shift, 0.0))
+    weight = tl.exp(tl.minimum(top / tl.load(temperature) + shift, 0.0))
     slot = tl.load(slot_of + place, mask=here, other=0)
     own = again + (source * m + tl.maximum(slot - 1, 0)) * TERMS
     power = weight
@@ -137,7 +139,7 @@ def _softplus(x):
 
 @triton.jit
 def _times(a, b, c, d):
-    """(a + ib)(c + id)"""
+    """(a + ib)(c + id)."""
     return a * c - b * d, a * d + b * c
 
 
@@ -162,11 +164,12 @@ def _draw(
     scores, head_index, head, offset, slot_of, mass, partial, seeds, counts,
     cosines, sines, back, tail_real, tail_imaginary, binomials,
     index, picked, present, tilts, turned, probability, log_normalizer,
-    k, m, n, parents, tokens, chunks, blocks, scale, log_low, log_high, log_limit,
+    k, m, parents, tokens, chunks, blocks, temperature, log_low, log_high, log_limit,
     ODDS: tl.constexpr, LENGTH: tl.constexpr, COINS: tl.constexpr, PLACES: tl.constexpr,
     POINTS: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """The sample of one source."""
+    temperature = tl.load(temperature)
     source = tl.program_id(0).to(tl.int64)
     head += source * m
     head_index += source * m
@@ -200,10 +203,9 @@ def _draw(
     degree = (order + 1).to(tl.float64)
 
     # The tilt at which K − ½ heads are expected.
-    low = log_low
-    high = log_high
-    if tl.sum(block_mass, axis=0) > 0:
-        high = tl.minimum(high, log_limit - largest)
+    zero = largest * 0.0  # a float64, which numbers from the host are not
+    low, high = zero + log_low, zero + log_high
+    high = tl.where(tl.sum(block_mass, axis=0) > 0, tl.minimum(high, log_limit - largest), high)
     for _ in range(16):
         middle = (low + high) / 2
         heads = tl.sum(_sigmoid(y + middle), axis=0)
@@ -243,7 +245,7 @@ def _draw(
     tl.store(log_normalizer + source, log_z + tl.log(chance) + (k - forced) * reference)
 
     # How likely the tail is to have K − c heads, over the largest of these.
-    most = 0.0
+    most = zero
     for start in range(0, k + 1, 16):
         heads_of_head = start + tl.arange(0, 16)
         row = back + (heads_of_head[:, None] * POINTS + point[None, :]) * 2
@@ -294,7 +296,8 @@ def _draw(
         parent = found // chunks
         token = found % chunks * LENGTH + tl.arange(0, LENGTH)
         shift = tl.load(offset + source * parents + parent)
-        log_w = _log_p(scores, (source * parents + parent) * tokens, token, tokens, scale, shift)
+        base = (source * parents + parent) * tokens
+        log_w = _log_p(scores, base, token, tokens, temperature, shift)
         if tl.load(slot_of + source * parents * chunks + found) > 0:
             taken = _in_head(parent * tokens + token, head_index, m)
             log_w = tl.where(taken > 0, -float("inf"), log_w)
@@ -413,7 +416,8 @@ def draw(
     sources, parents, tokens = chunks.shape
     m, per_parent = head.shape[-1], chunks.maxima.shape[-1]
     blocks = triton.cdiv(parents * per_parent, BLOCK.value)
-    device, scale = head.device, 1 / chunks.temperature
+    device = head.device
+    temperature = host_number(chunks.temperature, device)
     if len(chunks.sums) < POWER_SUMS:
         chunks = chunks.with_terms(POWER_SUMS)
     scores, offset = chunks.scores.contiguous(), offset.contiguous()
@@ -427,14 +431,14 @@ def draw(
     again = empty(sources, m, TERMS.value)
     _without_head[(sources, m)](
         scores, head_index, head, offset, slot_of, again,
-        m, parents, tokens, per_parent, scale,
+        m, parents, tokens, per_parent, temperature,
         LENGTH=chunks.length,
     )  # fmt: skip
     mass = empty(sources, parents * per_parent)
     partial = empty(sources, blocks, COLUMNS.value)
     _tail[(sources, blocks)](
         chunks.maxima, chunks.sums, head, offset, slot_of, again, mass, partial,
-        m, parents, per_parent, chunks.maxima.numel(), blocks,
+        m, parents, per_parent, chunks.maxima.numel(), blocks, temperature,
         ODDS=odds,
     )  # fmt: skip
     index = torch.zeros((sources, k), dtype=torch.int64, device=device)
@@ -447,7 +451,7 @@ def draw(
         tables.cosines, tables.sines, tables.back, tables.tail_real, tables.tail_imaginary,
         tables.binomials,
         index, picked, present, tilts, turned, probability, log_normalizer,
-        k, m, n, parents, tokens, per_parent, blocks, scale,
+        k, m, parents, tokens, per_parent, blocks, temperature,
         -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
         PLACES=triton.next_power_of_2(k), POINTS=points, BLOCKS=triton.next_power_of_2(blocks),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,10 +24,10 @@ def _read(
     chunk = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     token = chunk[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
     x = tl.load(scores + row * stride + token, mask=token < tokens, other=-float("inf"))
-    x = x.to(tl.float32) * inverse_temperature
+    x = x.to(tl.float32)
     largest = tl.max(x, axis=1)
     bound = tl.where(largest == -float("inf"), 0.0, largest)
-    weight = tl.exp(x - bound[:, None])
+    weight = tl.exp((x - bound[:, None]) * inverse_temperature)
     place = row * chunks + chunk
     inside = chunk < chunks
     tl.store(maxima + place, largest, mask=inside)
@@ -49,3 +52,36 @@ def read_into(
         scores, maxima, sums, scores.stride(0), tokens, chunks, rows * chunks, 1 / temperature,
         TERMS=len(sums), LENGTH=length, GROUP=group,
     )  # fmt: skip
+
+
+@triton.jit
+def _log_total(maxima, sums, out, chunks, temperature, BLOCK: tl.constexpr):
+    """Of one row: log Σ e^{maximum / temperature} · sum over its chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature)
+    top = tl.full((), -float("inf"), tl.float64)
+    total = tl.zeros((), tl.float64)
+    for start in range(0, chunks, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        place, here = row * chunks + chunk, chunk < chunks
+        x = tl.load(maxima + place, mask=here, other=-float("inf")).to(tl.float64) / temperature
+        higher = tl.maximum(top, tl.max(x, axis=0))
+        bound = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.load(sums + place, mask=here, other=0.0).to(tl.float64) * tl.exp(x - bound)
+        total = total * tl.exp(top - bound) + tl.sum(weight, axis=0)
+        top = higher
+    tl.store(out + row, top + tl.log(total))
+
+
+def log_total(maxima: Tensor, sums: Tensor, temperature: float) -> Tensor:
+    """[R, P] float64 log Σ exp(score / temperature), from maxima [R, P, C] and sums [R, P, C]."""
+    out = torch.empty(maxima.shape[:2], dtype=torch.float64, device=maxima.device)
+    number = host_number(temperature, maxima.device)
+    _log_total[(out.numel(),)](maxima, sums, out, maxima.shape[-1], number, BLOCK=512)
+    return out
+
+
+@lru_cache(maxsize=64)
+def host_number(value: float, device: torch.device) -> Tensor:
+    """[1] float64; as arguments kernels get numbers in float32."""
+    return torch.tensor([value], dtype=torch.float64, device=device)

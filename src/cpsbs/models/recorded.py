@@ -129,6 +129,11 @@ class RecordedSteps:
         self._length += 1
         return scores[: self._sources * self.k]
 
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """What others want to keep as long as the buffers are there."""
+        return self._lease.workspace.memo
+
     def keep_sources(self, sources: Tensor) -> None:
         """Only these sources [b'] go on."""
         if len(sources) == self._sources:

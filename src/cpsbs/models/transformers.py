@@ -178,6 +178,13 @@ class TransformersModel:
             scores = process(self._ids, scores)
         return scores
 
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """What others want to keep as long as the buffers of ``step`` are there."""
+        if self._recorded is None:
+            raise ValueError("memo needs fix_rows() to have returned True")
+        return self._recorded.memo
+
     def keep_sources(self, sources: Tensor) -> None:
         """Only these sources [b'], in ascending order, go on; the rows are fixed."""
         if self._recorded is None:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from cpsbs.models.attention import one_query_attention
 from cpsbs.models.reorder import kernel_works, reorder
 
 log = logging.getLogger("cpsbs")
@@ -78,6 +79,7 @@ class Workspace:
             self.encoded: Any = zeros(1, 1, 1).expand(rows, shape.source_length, shape.hidden)
         self.scores: Tensor | None = None
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self.memo: dict[Any, Any] = {}
         self.pool: Any = None
 
     @property
@@ -188,7 +190,10 @@ class Workspace:
             with torch.cuda.graph(graph, pool=self.pool, stream=aside, capture_error_mode=mode):
                 self._compute(model, window)
         except Exception as error:
-            # The end of a recording that has failed may fail too, with another error.
+            # A recording that has failed leaves torch's generator in its middle; a copy is not.
+            generator: Any = torch.cuda.default_generators[current.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            # Its end may fail too, with another error.
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
             raise
@@ -212,7 +217,8 @@ class Workspace:
             inputs |= {"input_ids": token, "attention_mask": mask}
             if "position_ids" in inspect.signature(model.forward).parameters:
                 inputs["position_ids"] = self.offset + self.clock.position
-        logits = model(**inputs, return_dict=True).logits[:, -1]
+        with one_query_attention():
+            logits = model(**inputs, return_dict=True).logits[:, -1]
         if self.scores is None:
             with torch.inference_mode(False):
                 self.scores = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)

@@ -42,7 +42,7 @@ def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -
     if not kernels.usable(device):
         return min(tokens, 64 * -(-length // 64))
     least = max(length, 64, parents * tokens // 2**16)
-    return 2 ** math.ceil(math.log2(least))
+    return 1 << (least - 1).bit_length()
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Chunks:
     length: int
     """Tokens in a chunk; the last one may be shorter."""
     maxima: Tensor
-    """[R, P, C] the largest score / temperature."""
+    """[R, P, C] the largest score, as it is."""
     sums: Tensor
-    """[J, R, P, C] Σ e^{j (score / temperature − maximum)} for j = 1…J."""
+    """[J, R, P, C] Σ e^{j (score − maximum) / temperature} for j = 1…J."""
 
     @property
     def shape(self) -> torch.Size:
@@ -66,14 +66,27 @@ class Chunks:
         return self.scores.shape
 
     @cached_property
+    def peaks(self) -> Tensor:
+        """[R, P, C] float64, the largest score / temperature."""
+        return self._scaled(self.maxima)
+
+    @cached_property
     def log_masses(self) -> Tensor:
         """[R, P, C] float64 log Σ exp(score / temperature) over a chunk."""
-        return self.maxima.to(torch.float64) + self.sums[0].to(torch.float64).log()
+        return self.peaks + self.sums[0].to(torch.float64).log()
 
     @cached_property
     def log_total(self) -> Tensor:
         """[R, P] float64 log Σ exp(score / temperature)."""
+        if self._by_kernels:
+            from cpsbs.kernels.reading import log_total
+
+            return log_total(self.maxima.contiguous(), self.sums[0].contiguous(), self.temperature)
         return self.log_masses.logsumexp(-1)
+
+    @property
+    def _by_kernels(self) -> bool:
+        return self.sums.dtype == torch.float32 and kernels.usable(self.scores.device)
 
     def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Chunks:
         """Some parents of some sources."""
@@ -127,19 +140,22 @@ class Chunks:
         """[R, m] the largest scores + offset [R, P] of each source, descending, and their places.
 
         They lie in the m chunks with the largest maxima (any other chunk has m entries elsewhere
-        that are at least as large), so that no more than those are looked at one by one.
+        that are at least as large), so that no more than those are looked at one by one. On a GPU
+        they are compared in float32: items that differ by less may change places.
         """
+        kind = torch.float32 if self._by_kernels else torch.float64
         parents, chunks = self.maxima.shape[1:]
         if parents * chunks <= m:
             everything = self.scores.to(torch.float64) / self.temperature + offset[..., None]
             values, index = everything.flatten(1).topk(m, dim=-1)
             return values, index
-        maxima = (self.maxima + offset[..., None]).flatten(1)
-        chosen = maxima.topk(m, dim=-1, sorted=False).indices
+        maxima = (self.peaks + offset[..., None]).flatten(1)
+        chosen = maxima.to(kind).topk(m, dim=-1, sorted=False).indices
         item, found = self.members(chosen)
         found += offset.gather(-1, chosen // chunks)[..., None]
-        values, position = found.flatten(1).topk(m, dim=-1)
-        return values, item.flatten(1).gather(-1, position)
+        found = found.flatten(1)
+        position = found.to(kind).topk(m, dim=-1).indices
+        return found.gather(-1, position), item.flatten(1).gather(-1, position)
 
     def masses(self, shift: Tensor, excluded: Tensor, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + shift)} over the candidates of a chunk, for j = 1…J.
@@ -147,7 +163,7 @@ class Chunks:
         ``shift`` is [R, P] float64. The candidates ``excluded`` [R, M], ascending, do not count;
         they must be all those with score + shift > 0.
         """
-        weight = (self.maxima + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
+        weight = (self.peaks + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
         table = weight.expand(terms, -1, -1).cumprod(0).mul_(self.sums[:terms].flatten(2))
         # Chunks with something excluded are added up again, without it.
         chunks, tokens = self.maxima.shape[-1], self.shape[-1]
@@ -211,16 +227,20 @@ def _read_by_blocks(
                 continue
             x = rows[part, left:right]
             size = min(length, right - left)
-            p, power = (memory[i * x.numel() : (i + 1) * x.numel()].view(-1, size) for i in (0, 1))
-            if temperature != 1.0 or x.dtype != dtype:
-                x = power.view(x.shape).copy_(x).div_(temperature)
-            place = slice(left // length, left // length + (right - left) // size)
-            maxima[part, place] = x.unflatten(-1, (-1, size)).amax(-1)
-            torch.softmax(x.unflatten(-1, (-1, size)), -1, out=p.view(len(x), -1, size))
-            torch.amax(p.view(len(x), -1, size), -1, out=sums[0, part, place])
+            p, power = memory[: 2 * x.numel()].view(2, -1)
+            if x.dtype != dtype:
+                x = power.view(x.shape).copy_(x)
+            x, p, power = (y.view(-1, (right - left) // size, size) for y in (x, p, power))
+            place = slice(left // length, left // length + x.shape[1])
+            maxima[part, place] = x.amax(-1)
+            if temperature != 1.0:
+                # First the difference, which is small where it matters, so that no digit is lost.
+                x = torch.sub(x, maxima[part, place, None], out=power).div_(temperature)
+            torch.softmax(x, -1, out=p)
+            torch.amax(p, -1, out=sums[0, part, place])
             for j in range(1, terms):
                 torch.mul(p if j == 1 else power, p, out=power)
-                torch.sum(power.view(len(x), -1, size), -1, out=sums[j, part, place])
+                torch.sum(power, -1, out=sums[j, part, place])
     largest = sums[0].reciprocal()
     for j in range(1, terms):
         sums[j].mul_(largest ** (j + 1))

@@ -326,7 +326,7 @@ def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
         values, index = x.topk(m, dim=-1)
         return values, index
     whole = n - n % chunk
-    maxima = x[:, :whole].unflatten(-1, (-1, chunk)).amax(-1)
+    maxima = x[:, :whole].view(len(x), -1, chunk).amax(-1)
     start = maxima.topk(m, dim=-1, sorted=False).indices * chunk
     place = (start[..., None] + torch.arange(chunk, device=x.device)).flatten(1)
     rest = torch.arange(whole, n, device=x.device).expand(len(x), -1)

@@ -1,0 +1,306 @@
+"""On a GPU: selection against torch.topk, decoding against transformers' own beam search.
+
+    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [--json FILE] [--source FILE]
+
+All ratios are of medians in one run on one card. A step is recorded once and then replayed; the
+first call, which records, does not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.tables import table
+from cpsbs import TransformersModel, load, search
+from cpsbs.designs import Candidates, design_named
+from cpsbs.kernels import POWER_SUMS
+from cpsbs.polynomials.chunks import beam_chunk_length, read
+from cpsbs.randomness import Streams, split_seed
+
+Row = dict[str, object]
+DEVICE = torch.device("cuda")
+
+
+def medians(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Median seconds of each function; they take turns, and each waits for the card."""
+    for function in functions.values():
+        function()
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    for _ in range(rounds):
+        for name, function in functions.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            function()
+            torch.cuda.synchronize()
+            times[name].append(time.perf_counter() - start)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def recorded(function: Callable[[], object]) -> Callable[[], None]:
+    """The function's launches as one graph, so that only the card's time counts."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def selecting(name: str, scores: Tensor, k: int) -> Callable[[], object]:
+    """A step of a design on scores [B, K, V], from the scores to the picks and their inclusion."""
+    sources, parents, tokens = scores.shape
+    design = design_named(name)
+    streams = Streams(split_seed(0, sources, DEVICE), sources, DEVICE)
+    length = beam_chunk_length(parents, tokens, k, DEVICE)
+    terms = POWER_SUMS if design.power_sums > 1 else 1
+    log_prob = torch.zeros((sources, parents), dtype=torch.float64, device=DEVICE).log_softmax(-1)
+    row = torch.arange(sources, device=DEVICE)
+    begun = design.begin(k, streams, row)
+    state = {key: value.expand(sources, parents).clone() for key, value in begun.items()}
+    finished = torch.zeros_like(log_prob, dtype=torch.bool)
+
+    def run() -> None:
+        candidates = Candidates(
+            log_prob, read(scores, 1.0, length, terms), finished, state, torch.zeros_like(log_prob)
+        )
+        design.select(candidates, k, streams)
+
+    return run
+
+
+def selection() -> list[Row]:
+    """Milliseconds of a selection, and over torch.topk of the same tensor."""
+    rows: list[Row] = []
+    for sources, k, tokens, dtype in (
+        (32, 20, 50_000, torch.float32),
+        (64, 5, 128_256, torch.bfloat16),
+    ):
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        scores = 2 * torch.randn((sources, k, tokens), generator=generator, device=DEVICE)
+        scores = scores.to(dtype)
+        flat, copy = scores.view(sources, -1), torch.empty_like(scores)
+        functions: dict[str, Callable[[], object]] = {
+            "copy": lambda copy=copy, scores=scores: copy.copy_(scores),
+            "topk": lambda flat=flat, k=k: flat.topk(k, dim=-1),
+            "log-softmax and topk": lambda flat=flat, k=k: (
+                flat.float().log_softmax(-1).topk(k, dim=-1)
+            ),
+        }
+        for name in ("conditional-poisson", "gumbel-top-k", "top-k"):
+            functions[name] = selecting(name, scores, k)
+            functions[f"{name}, recorded"] = recorded(selecting(name, scores, k))
+        t = medians(functions, 30)
+        shape = f"{sources} × {k} × {tokens}, {str(dtype)[6:]}"
+        rows += [
+            {"scores": shape, "what": name, "ms": 1e3 * t[name], "over topk": t[name] / t["topk"]}
+            for name in functions
+        ]
+    return rows
+
+
+def marian() -> Any:
+    """6 + 6 layers, d = 512, V = 50,000."""
+    from transformers import MarianConfig, MarianMTModel
+
+    torch.manual_seed(0)
+    config = MarianConfig(
+        vocab_size=50_000, decoder_vocab_size=50_000, d_model=512, encoder_layers=6,
+        decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8,
+        encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_position_embeddings=512, eos_token_id=1,
+        pad_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
+    )  # fmt: skip
+    return MarianMTModel(config).half().to(DEVICE).eval()
+
+
+def llama() -> Any:
+    """The shape of a Llama with one billion parameters."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096,
+        tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    with DEVICE:
+        model = LlamaForCausalLM(config)
+    return model.to(torch.bfloat16).eval()
+
+
+def decode(
+    model: Any, ids: Tensor, k: int, steps: int, designs: tuple[str, ...], rounds: int
+) -> list[Row]:
+    """Milliseconds a step of whole searches, and over transformers' beam search."""
+    model.generation_config.eos_token_id = None  # nothing ends early
+
+    def theirs() -> None:
+        model.generate(input_ids=ids, num_beams=k, max_new_tokens=steps, do_sample=False)
+
+    def ours(design: str) -> Callable[[], object]:
+        def run() -> None:
+            inputs = TransformersModel(model, input_ids=ids)
+            search(inputs, k, design, max_length=steps, generator=0)
+
+        return run
+
+    functions: dict[str, Callable[[], object]] = {"transformers": theirs}
+    functions |= {design: ours(design) for design in designs}
+    t = medians(functions, rounds)
+    return [
+        {
+            "model": type(model).__name__,
+            "batch": len(ids),
+            "k": k,
+            "what": name,
+            "ms a step": 1e3 * t[name] / steps,
+            "times as fast": t["transformers"] / t[name],
+        }
+        for name in functions
+    ]
+
+
+def decoding() -> list[Row]:
+    """Marian in float16 and the shape of Llama in bfloat16."""
+    rows: list[Row] = []
+    designs = ("conditional-poisson", "gumbel-top-k", "top-k", "stratified", "independent")
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    for make, batch, k, length in ((marian, 32, 20, 20), (llama, 8, 10, 32)):
+        model = make()
+        ids = torch.randint(
+            2, model.config.vocab_size, (batch, length), generator=generator, device=DEVICE
+        )
+        rows += decode(model, ids, k, 64, designs, 3)
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def corpus(source: Path) -> list[Row]:
+    """Sentences a second of the embedded model, K = 5, of our search and of transformers'."""
+    text = load("en-fr", device="cuda", dtype="float16")
+    lines = source.read_text(encoding="utf-8").splitlines()
+    lines.sort(key=lambda line: -len(line.split()))
+    rows: list[Row] = []
+
+    def ours(size: int, design: str) -> Callable[[], None]:
+        def run() -> None:
+            for first in range(0, len(lines), size):
+                text.beams(lines[first : first + size], k=5, design=design, seed=0)
+
+        return run
+
+    def theirs(size: int) -> Callable[[], None]:
+        def run() -> None:
+            for first in range(0, len(lines), size):
+                given = text.tokenizer(
+                    lines[first : first + size], return_tensors="pt", padding=True
+                ).to("cuda")
+                text.model.generate(**given, num_beams=5, max_new_tokens=128)
+
+        return run
+
+    for size in (128, 512):
+        for name, run in (
+            ("transformers", theirs(size)),
+            ("conditional-poisson", ours(size, "conditional-poisson")),
+        ):
+            if name != "transformers":
+                run()  # records
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            run()
+            torch.cuda.synchronize()
+            seconds = time.perf_counter() - start
+            rows.append({"batch": size, "what": name, "sentences a second": len(lines) / seconds})
+    return rows
+
+
+def scaling() -> list[Row]:
+    """Milliseconds of a recorded selection, and memory, as K, V and the batch grow."""
+    rows: list[Row] = []
+    cases = [("K", b, k, v) for b, v in ((8, 32_000),) for k in (1, 2, 5, 10, 20, 50, 100, 200)]
+    cases += [("V", 8, 20, v) for v in (8_000, 16_000, 32_000, 64_000, 128_000, 256_000)]
+    cases += [("batch", b, 10, 32_000) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    for what, sources, k, tokens in cases:
+        scores = 2 * torch.randn((sources, k, tokens), device=DEVICE)
+        run = selecting("conditional-poisson", scores, k)
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        extra = torch.cuda.max_memory_allocated() - before
+        flat = scores.view(sources, -1)
+        t = medians({"ours": recorded(run), "topk": recorded(lambda: flat.topk(k))}, 20)
+        rows.append(
+            {
+                "grows": what, "batch": sources, "k": k, "V": tokens, "ms": 1e3 * t["ours"],
+                "over topk": t["ours"] / t["topk"],
+                "GB/s": scores.nbytes / t["ours"] / 1e9,
+                "memory over scores": extra / scores.nbytes,
+            }  # fmt: skip
+        )
+        del scores, flat, run
+    return rows
+
+
+def leak(steps: int = 1000) -> list[Row]:
+    """Memory after searches of some steps in all."""
+    model = marian()
+    ids = torch.randint(2, 50_000, (8, 12), device=DEVICE)
+
+    def once() -> None:
+        inputs = TransformersModel(model, input_ids=ids)
+        search(inputs, 5, max_length=50, generator=0)
+
+    once()
+    once()
+    before = torch.cuda.memory_allocated()
+    for _ in range(steps // 50):
+        once()
+    return [{"steps": steps, "bytes more": torch.cuda.memory_allocated() - before}]
+
+
+def main() -> None:
+    """Measure, print tables and write JSON."""
+    parts: dict[str, Callable[[], list[Row]]] = {
+        "selection": selection,
+        "decoding": decoding,
+        "scaling": scaling,
+        "leak": leak,
+    }
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("parts", nargs="*", help="some of these", choices=[[], *parts, "corpus"])
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--source", type=Path, help="sentences to translate, for corpus")
+    arguments = parser.parse_args()
+    if arguments.source:
+        parts["corpus"] = lambda: corpus(arguments.source)
+    results: dict[str, Any] = {}
+    if arguments.json and arguments.json.exists():
+        results = json.loads(arguments.json.read_text())
+    results["machine"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
+    for name in arguments.parts or parts:
+        results[name] = parts[name]()
+        print(f"\n{name}\n\n{table(results[name])}", flush=True)
+        if arguments.json:
+            arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

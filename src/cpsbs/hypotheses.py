@@ -1,0 +1,114 @@
+"""What the search carries from step to step: hypotheses, and the trail that leads back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from cpsbs.designs import Design
+from cpsbs.randomness import Streams
+
+
+@dataclass(frozen=True)
+class Hypotheses:
+    """P hypotheses of each of the b sources that are still open."""
+
+    source: Tensor
+    """[b]"""
+    token: Tensor
+    """[b, P] the last one"""
+    length: Tensor
+    """[b, P]"""
+    log_prob: Tensor
+    """[b, P]"""
+    finished: Tensor
+    """[b, P]"""
+    present: Tensor
+    """[b, P]"""
+    state: Mapping[str, Tensor]
+    """[b, P] what the design keeps"""
+    log_inclusion: Tensor | None
+    """[b, P] along the path"""
+    joint: Tensor | None
+    """[b, P, P] along the path"""
+    entropy: Tensor | None
+    """[b, P] along the path"""
+
+    @staticmethod
+    def first(
+        design: Design, k: int, streams: Streams, source: Tensor, joint: bool, entropy: bool
+    ) -> Hypotheses:
+        """The empty sequence, as often as the design wants it."""
+        shape = (len(source), design.roots(k))
+        zeros = torch.zeros(shape, dtype=torch.float64, device=source.device)
+        nothing = torch.zeros(shape, dtype=torch.int64, device=source.device)
+        no = torch.zeros(shape, dtype=torch.bool, device=source.device)
+        return Hypotheses(
+            source=source,
+            token=nothing,
+            length=nothing,
+            log_prob=zeros,
+            finished=no,
+            present=~no,
+            state=design.begin(k, streams, source),
+            log_inclusion=zeros,
+            joint=zeros[..., None] + zeros[:, None, :] if joint else None,
+            entropy=zeros if entropy else None,
+        )
+
+    @property
+    def open(self) -> Tensor:
+        """[b, P] hypotheses that go on."""
+        return self.present & ~self.finished
+
+    def of(self, rows: Tensor) -> Hypotheses:
+        """Those of some of the sources."""
+        return self.rebuilt([x[rows] for x in self.tensors()])
+
+    def tensors(self) -> list[Tensor]:
+        """All of them, in an order of their own."""
+        plain = [getattr(self, field.name) for field in fields(self) if field.name != "state"]
+        return [x for x in plain if x is not None] + list(self.state.values())
+
+    def rebuilt(self, tensors: list[Tensor]) -> Hypotheses:
+        """The same with these in the place of ``tensors()``."""
+        left = iter(tensors)
+        plain = {
+            field.name: None if getattr(self, field.name) is None else next(left)
+            for field in fields(self)
+            if field.name != "state"
+        }
+        return Hypotheses(**plain, state={name: next(left) for name in self.state})  # type: ignore[arg-type]
+
+
+class Trail:
+    """The parents and tokens of every step, from which sequences are read backwards.
+
+    A source that is no longer in the search goes on as it is, by padding.
+    """
+
+    def __init__(self, sources: int, k: int, pad: int, device: torch.device) -> None:
+        self._sources = sources
+        self._itself = torch.arange(k, device=device).expand(sources, k)
+        self._padding = torch.full((sources, k), pad, dtype=torch.int64, device=device)
+        self._steps: list[tuple[Tensor, Tensor]] = []
+
+    def append(self, source: Tensor, parent: Tensor, token: Tensor) -> None:
+        """One step: hypotheses [b, K] of the sources [b] extend their parents by a token each."""
+        if len(source) < self._sources:
+            parent = self._itself.index_copy(0, source, parent)
+            token = self._padding.index_copy(0, source, token)
+        else:
+            parent, token = parent.clone(), token.clone()
+        self._steps.append((parent, token))
+
+    def sequences(self) -> Tensor:
+        """[B, K, T] tokens of all sources."""
+        place, tokens = self._itself, list[Tensor]()
+        for parent, token in reversed(self._steps):
+            tokens.append(token.gather(-1, place))
+            place = parent.gather(-1, place)
+        return torch.stack(tokens[::-1], dim=-1)
