@@ -352,8 +352,24 @@ for n, b, k, heads, capacity, dim, length in [
     parent = torch.randint(k, (b, k))
     expected = states.clone()
     reorder_by_copy(expected, parent, length)
-    reorder_by_kernel(states, parent, torch.tensor([length]), capacity)
+    reorder_by_kernel(
+        states, parent, torch.zeros_like(parent), torch.tensor([length]), capacity
+    )
     assert torch.equal(states, expected)
+# What rows have in common need not move.
+k, heads, capacity, dim = 4, 1, 16, 2
+states = torch.zeros(1, 2 * k, heads, capacity, dim)
+shared = torch.zeros(2, k, k, dtype=torch.int64)
+for t in range(capacity):
+    parent = torch.randint(k, (2, k))
+    expected = states.clone()
+    reorder_by_copy(expected, parent, t)
+    since = shared.gather(2, parent[..., None])[..., 0]
+    reorder_by_kernel(states, parent, since, torch.tensor([t]), capacity)
+    assert torch.equal(states[:, :, :, :t], expected[:, :, :, :t])
+    down, across = parent[..., None].expand(-1, -1, k), parent[:, None, :].expand(-1, k, -1)
+    shared = torch.where(down == across, t, shared.gather(1, down).gather(2, across))
+    states[:, :, :, t] = torch.randn(1, 2 * k, heads, dim)
 print("same")
 """
 
@@ -386,7 +402,8 @@ def test_the_kernel_on_a_gpu(k: int, dtype: torch.dtype) -> None:
         reorder_by_copy(expected, parent, length)
         for _ in range(3):
             found = states.clone()
-            reorder(found, parent, torch.tensor([length], device="cuda"), 192)
+            nothing = torch.zeros_like(parent)
+            reorder(found, parent, nothing, torch.tensor([length], device="cuda"), 192)
             assert torch.equal(found, expected)
 
 

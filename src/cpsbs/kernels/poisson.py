@@ -63,7 +63,7 @@ def _in_head(item, head, size):
 
 @triton.jit
 def _without_head(
-    scores, head_index, head, offset, slot_of, again,
+    scores, head_index, head, offset, slot_of, again, bits,
     m, parents, tokens, chunks, temperature,
     LENGTH: tl.constexpr,
 ):  # fmt: skip
@@ -88,11 +88,15 @@ def _without_head(
         tl.store(place + j, tl.sum(power, axis=0).to(tl.float64))
         power *= weight
     tl.store(slot_of + source * parents * chunks + parent * chunks + chunk, slot + 1)
+    # Which of its tokens are in the head, 32 to a word.
+    words = tl.reshape(taken, (LENGTH // 32, 32)).to(tl.int64) << tl.arange(0, 32)[None, :]
+    word = (source * m + slot) * (LENGTH // 32) + tl.arange(0, LENGTH // 32)
+    tl.store(bits + word, tl.sum(words, axis=1))
 
 
 @triton.jit
 def _tail(
-    maxima, sums, head, offset, slot_of, again, mass, partial,
+    maxima, sums, head, offset, slot_of, again, reach, partial,
     m, parents, chunks, table, blocks, temperature,
     ODDS: tl.constexpr,
 ):  # fmt: skip
@@ -123,7 +127,7 @@ def _tail(
         total += value * factor
         factor = factor * odds if ODDS else 0.0
         power *= weight
-    tl.store(mass + place, total, mask=here)
+    tl.store(reach + place, tl.cumsum(total, axis=0), mask=here)
     tl.store(out + TERMS, tl.sum(total, axis=0))
 
 
@@ -144,29 +148,64 @@ def _times(a, b, c, d):
 
 
 @triton.jit
-def _first_above(values, level, width: tl.constexpr):
-    """The place at which the sum of the values [width] from the left exceeds the level.
+def _from_tail(
+    scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
+    m, parents, tokens, chunks, temperature,
+    ODDS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """[GROUP] independent items of the tail of a source, each with its log-weight.
 
-    And how much of the level is left there. Where rounding leads beyond the end, the last place
-    that has anything.
+    The block of chunks is found by its mass, the chunk by bisection, the token by a running sum.
     """
-    place = tl.arange(0, width)
-    end = tl.cumsum(values, axis=0)
-    found = tl.sum((end <= level).to(tl.int32), axis=0)
-    last = tl.max(tl.where(values > 0, place, 0), axis=0)
-    found = tl.minimum(found, last)
-    before = tl.sum(tl.where(place < found, values, 0.0), axis=0)
-    return found, level - before
+    number = tl.arange(0, GROUP)
+    below_one = 1.0 - 2.220446049250313e-16
+    block = tl.arange(0, BLOCKS)
+    ends = tl.cumsum(block_mass, axis=0)
+    everything = tl.max(ends, axis=0)
+    at = uniform64(seed, stream + number) * everything * below_one
+    first = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), axis=1)
+    before = block[None, :] < first[:, None]
+    at -= tl.sum(tl.where(before, block_mass[None, :], 0.0), axis=1)
+    reach += source * parents * chunks
+    low = first * BLOCK
+    high = tl.minimum(low + BLOCK, parents * chunks) - 1
+    # Rounded, it must stay below what the block reaches.
+    at = tl.minimum(at, tl.load(reach + high) * below_one)
+    for _ in range(10):  # 2^10 is BLOCK
+        middle = (low + high) // 2
+        right = tl.load(reach + middle) <= at
+        low = tl.where(right & (low < high), middle + 1, low)
+        high = tl.where(right, high, middle)
+    found = low.to(tl.int64)
+    parent = found // chunks
+    place = tl.arange(0, LENGTH)
+    token = (found % chunks * LENGTH)[:, None] + place[None, :]
+    shift = tl.load(offset + source * parents + parent)
+    base = ((source * parents + parent) * tokens)[:, None]
+    log_w = _log_p(scores, base, token, tokens, temperature, shift[:, None])
+    slot = tl.load(slot_of + source * parents * chunks + found)
+    word = ((source * m + tl.maximum(slot - 1, 0)) * (LENGTH // 32))[:, None] + place[None, :] // 32
+    words = tl.load(bits + word, mask=(slot > 0)[:, None], other=0)
+    taken = (words >> (place[None, :] % 32).to(tl.int64)) & 1
+    log_w = tl.where(taken > 0, -float("inf"), log_w)
+    if ODDS:
+        log_w -= tl.log(1.0 - tl.exp(log_w))
+    end = tl.cumsum(tl.exp(log_w - unit), axis=1)
+    level = uniform64(seed, stream + GROUP + number) * tl.max(end, axis=1) * below_one
+    inside = tl.sum((end <= level[:, None]).to(tl.int32), axis=1)
+    inside = tl.minimum(inside, LENGTH - 1)
+    value = tl.max(tl.where(place[None, :] == inside[:, None], log_w, -float("inf")), axis=1)
+    return parent * tokens + found % chunks * LENGTH + inside, value
 
 
 @triton.jit
 def _draw(
-    scores, head_index, head, offset, slot_of, mass, partial, seeds, counts,
+    scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
     cosines, sines, back, tail_real, tail_imaginary, binomials,
     index, picked, present, tilts, turned, probability, log_normalizer,
     k, m, parents, tokens, chunks, blocks, temperature, log_low, log_high, log_limit,
     ODDS: tl.constexpr, LENGTH: tl.constexpr, COINS: tl.constexpr, PLACES: tl.constexpr,
-    POINTS: tl.constexpr, BLOCKS: tl.constexpr,
+    POINTS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The sample of one source."""
     temperature = tl.load(temperature)
@@ -280,42 +319,28 @@ def _draw(
 
     # Items of the tail, all again if two coincide.
     wanted = tl.where(determined, 0, k - count)
+    out = source * k + count
     number = tl.arange(0, PLACES)
-    items = tl.full((PLACES,), -1, tl.int64)
-    weights = tl.zeros((PLACES,), tl.float64)
-    everything = tl.sum(block_mass, axis=0)
-    i = 0
-    while i < wanted:
-        at = uniform64(seed, stream) * everything
-        where, at = _first_above(block_mass, at, BLOCKS)
-        chunk = where * BLOCK + tl.arange(0, BLOCK)
-        some = tl.load(mass + source * parents * chunks + chunk, mask=chunk < parents * chunks,
-                       other=0.0)  # fmt: skip
-        inside, at = _first_above(some, at, BLOCK)
-        found = (where * BLOCK + inside).to(tl.int64)
-        parent = found // chunks
-        token = found % chunks * LENGTH + tl.arange(0, LENGTH)
-        shift = tl.load(offset + source * parents + parent)
-        base = (source * parents + parent) * tokens
-        log_w = _log_p(scores, base, token, tokens, temperature, shift)
-        if tl.load(slot_of + source * parents * chunks + found) > 0:
-            taken = _in_head(parent * tokens + token, head_index, m)
-            log_w = tl.where(taken > 0, -float("inf"), log_w)
-        if ODDS:
-            log_w -= tl.log(1.0 - tl.exp(log_w))
-        weight = tl.exp(log_w - unit)
-        at = uniform64(seed, stream + 1) * tl.sum(weight, axis=0)
-        inside, at = _first_above(weight, at, LENGTH)
-        taken_token = tl.sum(tl.where(tl.arange(0, LENGTH) == inside, token, 0), axis=0)
-        value = tl.max(tl.where(token == taken_token, log_w, -float("inf")), axis=0) - reference
-        item_found = parent * tokens + taken_token
-        twice = tl.sum(((items == item_found) & (number < i)).to(tl.int32), axis=0)
-        items = tl.where(number == i, item_found, items)
-        weights = tl.where(number == i, value, weights)
-        i = tl.where(twice > 0, 0, i + 1)
-        stream += 2
-    tl.store(index + source * k + count + number, items, mask=number < wanted)
-    tl.store(picked + source * k + count + number, weights, mask=number < wanted)
+    again = (wanted > 0).to(tl.int32)
+    while again > 0:
+        tl.debug_barrier()  # what is compared below was read before it is written again
+        for start in range(0, wanted, GROUP):
+            items, log_w = _from_tail(
+                scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
+                m, parents, tokens, chunks, temperature, ODDS, LENGTH, GROUP, BLOCKS,
+            )  # fmt: skip
+            slots = start + tl.arange(0, GROUP)
+            tl.store(index + out + slots, items, mask=slots < wanted)
+            tl.store(picked + out + slots, log_w - reference, mask=slots < wanted)
+            stream += 2 * GROUP
+        tl.debug_barrier()
+        drawn = tl.load(index + out + number, mask=number < wanted, other=-1)
+        again = tl.zeros((), tl.int32)
+        for start in range(0, wanted, GROUP):
+            slots = start + tl.arange(0, GROUP)
+            some = tl.load(index + out + slots, mask=slots < wanted, other=-2)
+            twice = (some[:, None] == drawn[None, :]) & (slots[:, None] < number[None, :])
+            again += tl.sum(twice.to(tl.int32))
     tl.store(present + source * k + number, number < count + wanted, mask=number < k)
 
 
@@ -429,15 +454,16 @@ def draw(
 
     slot_of = torch.zeros((sources, parents * per_parent), dtype=torch.int32, device=device)
     again = empty(sources, m, TERMS.value)
+    bits = empty(sources, m, chunks.length // 32, dtype=torch.int64)
     _without_head[(sources, m)](
-        scores, head_index, head, offset, slot_of, again,
+        scores, head_index, head, offset, slot_of, again, bits,
         m, parents, tokens, per_parent, temperature,
         LENGTH=chunks.length,
     )  # fmt: skip
-    mass = empty(sources, parents * per_parent)
+    reach = empty(sources, parents * per_parent)
     partial = empty(sources, blocks, COLUMNS.value)
     _tail[(sources, blocks)](
-        chunks.maxima, chunks.sums, head, offset, slot_of, again, mass, partial,
+        chunks.maxima, chunks.sums, head, offset, slot_of, again, reach, partial,
         m, parents, per_parent, chunks.maxima.numel(), blocks, temperature,
         ODDS=odds,
     )  # fmt: skip
@@ -447,7 +473,7 @@ def draw(
     turned = empty(sources, 2, points)
     n = parents * tokens
     _draw[(sources,)](
-        scores, head_index, head, offset, slot_of, mass, partial, seeds, counts,
+        scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
         tables.cosines, tables.sines, tables.back, tables.tail_real, tables.tail_imaginary,
         tables.binomials,
         index, picked, present, tilts, turned, probability, log_normalizer,
@@ -455,6 +481,7 @@ def draw(
         -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
         PLACES=triton.next_power_of_2(k), POINTS=points, BLOCKS=triton.next_power_of_2(blocks),
+        GROUP=min(16, triton.next_power_of_2(k)),
     )  # fmt: skip
     log_inclusion = empty(sources, k)
     _inclusion[(sources, triton.cdiv(k, 16))](

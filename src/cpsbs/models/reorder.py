@@ -17,17 +17,18 @@ TILE = 8192
 log = logging.getLogger("cpsbs")
 
 
-def reorder(states: Tensor, parent: Tensor, length: Tensor, window: int) -> None:
+def reorder(states: Tensor, parent: Tensor, since: Tensor, length: Tensor, window: int) -> None:
     """Let every row go on from what its parent holds.
 
     Args:
         states: [n, b·K, heads, capacity, dim], overwritten.
         parent: [b, K] numbers 0 … K − 1 of rows of the same source.
+        since: [b, K] from which position on a row and its parent may differ.
         length: [1] how many positions are filled. What is behind them need not move.
         window: a number not below the length, known to the host.
     """
     if states.is_cuda and parent.shape[1] <= TILE // 8 and kernel_works(states.device):
-        reorder_by_kernel(states, parent, length, window)
+        reorder_by_kernel(states, parent, since, length, window)
     else:
         reorder_by_copy(states, parent, window)
 
@@ -41,7 +42,9 @@ def reorder_by_copy(states: Tensor, parent: Tensor, window: int) -> None:
         state.copy_(state.index_select(0, rows))
 
 
-def reorder_by_kernel(states: Tensor, parent: Tensor, length: Tensor, window: int) -> None:
+def reorder_by_kernel(
+    states: Tensor, parent: Tensor, since: Tensor, length: Tensor, window: int
+) -> None:
     """In place: a program reads its part of all rows of a source before it writes any."""
     n, _, heads, capacity, dim = states.shape
     sources, k = parent.shape
@@ -50,7 +53,9 @@ def reorder_by_kernel(states: Tensor, parent: Tensor, length: Tensor, window: in
     blocks = math.ceil(window * dim / block)
     programs = (n * sources * heads * blocks,)
     sizes = (sources, k, heads, blocks, capacity * dim, dim)
-    _kernel()[programs](states, parent, length, *sizes, PADDED=padded, BLOCK=block, num_warps=8)
+    _kernel()[programs](
+        states, parent, since, length, *sizes, PADDED=padded, BLOCK=block, num_warps=8
+    )
 
 
 tl: Any = None
@@ -61,6 +66,7 @@ tl: Any = None
 def _move(  # type: ignore[no-untyped-def]
     states,
     parents,
+    since,
     length,
     sources,
     k,
@@ -82,7 +88,9 @@ def _move(  # type: ignore[no-untyped-def]
         row = tl.arange(0, PADDED).to(tl.int64)
         parent = tl.load(parents + source * k + row, mask=row < k, other=0)
         place = block * BLOCK + tl.arange(0, BLOCK)
+        start = tl.load(since + source * k + row, mask=row < k, other=0) * dim
         moves = ((row < k) & (parent != row))[:, None] & (place < end)[None, :]
+        moves = moves & (place[None, :] >= start[:, None])
         here = states + ((state * sources + source) * k * heads + head) * inner + place[None, :]
         held = tl.load(here + parent[:, None] * heads * inner, mask=moves)
         # The threads of a program read what others of them write.
@@ -104,7 +112,8 @@ def kernel_works(device: torch.device) -> bool:
     states = torch.arange(6.0, device=device).view(1, 3, 1, 2, 1)
     try:
         parent = torch.tensor([[2, 0, 0]], device=device)
-        reorder_by_kernel(states, parent, torch.ones(1, dtype=torch.int64, device=device), 2)
+        since, length = torch.zeros_like(parent), torch.ones_like(parent[0, :1])
+        reorder_by_kernel(states, parent, since, length, 2)
         return states.flatten().tolist() == [4, 1, 0, 3, 0, 5]
     except Exception as error:
         log.info("the cache is reordered without Triton: %s: %s", type(error).__name__, error)

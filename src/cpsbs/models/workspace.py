@@ -66,6 +66,8 @@ class Workspace:
             self.token = zeros(shape.sources, shape.k, dtype=torch.int64)
             self.clock = _Clock(zeros(1, dtype=torch.int64), shape.capacity)
             self.offset = zeros(rows, 1, dtype=torch.int64)
+            # How many positions two rows of a source have in common.
+            self.shared = zeros(shape.sources, shape.k, shape.k, dtype=torch.int64)
             self.mask = zeros(rows, 1, 1, shape.capacity)
             self.states = zeros(count, rows, heads, shape.capacity, dim)
             self.cross_mask = zeros(rows, 1, 1, shape.source_length)
@@ -110,6 +112,7 @@ class Workspace:
             mask.fill_(torch.finfo(mask.dtype).min)
             start = mask.view(*size, mask.shape[-1])[..., : shown.shape[1]]
             start.masked_fill_(shown[:, None], 0.0)
+        self.shared.fill_(seen.shape[1])
         # The padding before a prompt does not count in positions.
         self.offset.view(size).copy_((seen.sum(-1) - seen.shape[1])[:, None])
 
@@ -122,6 +125,7 @@ class Workspace:
             *zip(self.cross, other.cross, strict=True),
         ):
             mine.copy_(its.index_select(0, rows))
+        self.shared.copy_(other.shared[rows[:: self.shape.k] // self.shape.k])
         for mine, its in zip(self.states, other.states, strict=True):
             mine[:, :, :length].copy_(its[:, :, :length].index_select(0, rows))
             mine[:, :, length:].zero_()
@@ -202,9 +206,18 @@ class Workspace:
             torch.cuda.set_stream(current)
         return graph
 
+    def _reorder(self, window: int) -> None:
+        """Rows go on from their parents; what they have in common already stays where it is."""
+        parent, k = self.parent, self.shape.k
+        since = self.shared.gather(2, parent[..., None])[..., 0]
+        reorder(self.states, parent, since, self.clock.position, window)
+        down, across = parent[..., None].expand(-1, -1, k), parent[:, None, :].expand(-1, k, -1)
+        common = self.shared.gather(1, down).gather(2, across)
+        self.shared.copy_(torch.where(down == across, self.clock.position, common))
+
     def _compute(self, model: Any, window: int) -> None:
         if self.shape.k > 1:
-            reorder(self.states, self.parent, self.clock.position, window)
+            self._reorder(window)
         self.clock.window = window
         self.mask.index_fill_(-1, self.clock.position, 0.0)
         mask, token = self.mask[..., :window], self.token.view(-1, 1)
