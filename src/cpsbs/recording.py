@@ -22,14 +22,19 @@ log = logging.getLogger("cpsbs")
 _ONE_AT_A_TIME = threading.Lock()
 
 Step = Callable[[Hypotheses, Tensor, Streams], tuple[Hypotheses, Tensor, Tensor]]
-"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: new hypotheses, their parents
-[b, K], and whether something was no number [1]."""
+"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: new hypotheses, their
+parents [b, K], and whether something was no number."""
 
 
 class RecordedStep:
-    """A step on buffers of fixed shapes."""
+    """A step on buffers of fixed shapes.
 
-    def __init__(self, step: Step, beam: Hypotheses, scores: Tensor, streams: Streams) -> None:
+    ``pool`` is memory that several recordings may share which never run at once.
+    """
+
+    def __init__(
+        self, step: Step, beam: Hypotheses, scores: Tensor, streams: Streams, pool: Any
+    ) -> None:
         self.beam = beam.rebuilt([x.clone() for x in beam.tensors()])
         self.streams = streams.copy()
         self._scores = scores
@@ -46,7 +51,7 @@ class RecordedStep:
         # all that is recorded here.
         torch.cuda.synchronize()
         with _ONE_AT_A_TIME, torch.cuda.stream(aside):
-            self._graph.capture_begin(capture_error_mode="thread_local")
+            self._graph.capture_begin(pool, capture_error_mode="thread_local")
             try:
                 after, self.parent, broken = step(self.beam, scores, self.streams)
                 self.broken |= broken

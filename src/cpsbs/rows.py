@@ -34,7 +34,7 @@ class Rows(Protocol):
     """The rows of hypotheses [b, P]."""
 
     def looks(self, step: int) -> bool:
-        """Whether the search is to look at the result of this step, 0, 1, …"""
+        """Whether the search is to look at the result of this step; the first is 0."""
         ...
 
     latest: Tensor
@@ -188,7 +188,10 @@ class FixedRows:
         full_key = (key, self.latest.shape, self.latest.dtype)
         found: RecordedStep | None = self._model.memo.get(full_key)
         if found is None:
-            found = RecordedStep(closing, beam, self.latest, streams)
+            if "pool" not in self._model.memo:
+                self._model.memo["pool"] = torch.cuda.graph_pool_handle()
+            pool = self._model.memo["pool"]
+            found = RecordedStep(closing, beam, self.latest, streams, pool)
             self._model.memo[full_key] = found
         found.load(beam, streams)
         return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -196,24 +197,24 @@ def _estimates_cell(
 def _diversity(scale: Scale, subject: Subject) -> list[Cell]:
     count = min(scale.decoding_sentences or subject.sentences, subject.sentences)
     cells = []
-    for k in scale.decoding_sizes:
+    # Cells of one shape stand together: a worker keeps what it has prepared for the last few.
+    blocks = range(0, count, scale.decoding_block)
+    for first, k, design in itertools.product(blocks, scale.decoding_sizes, DECODERS):
+        last = min(first + scale.decoding_block, count)
         for temperature in scale.decoding_temperatures:
-            for design in DECODERS:
-                for first in range(0, count, scale.decoding_block):
-                    last = min(first + scale.decoding_block, count)
-                    settings = {
-                        # In order of length, so that a block's sentences are alike.
-                        "ranks": [first, last],
-                        "of": count,
-                        "k": k,
-                        "design": design,
-                        # Diverse beam search has a strength instead of a temperature.
-                        "temperature": 1.0 if design == "diverse" else temperature,
-                        "strength": temperature if design == "diverse" else None,
-                        "max_length": scale.max_length,
-                    }
-                    effort = float((last - first) * k)
-                    cells.append(Cell("diversity", subject.settings() | settings, effort))
+            settings = {
+                # In order of length, so that a block's sentences are alike.
+                "ranks": [first, last],
+                "of": count,
+                "k": k,
+                "design": design,
+                # Diverse beam search has a strength instead of a temperature.
+                "temperature": 1.0 if design == "diverse" else temperature,
+                "strength": temperature if design == "diverse" else None,
+                "max_length": scale.max_length,
+            }
+            effort = float((last - first) * k)
+            cells.append(Cell("diversity", subject.settings() | settings, effort))
     return cells
 
 
