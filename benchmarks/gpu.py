@@ -50,7 +50,8 @@ def medians(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[
 
 def recorded(function: Callable[[], object]) -> Callable[[], None]:
     """The function's launches as one graph, so that only the card's time counts."""
-    stream = torch.cuda.Stream()
+    make: Any = torch.cuda.Stream
+    stream = make()
     with torch.cuda.stream(stream):
         for _ in range(3):
             function()
@@ -83,6 +84,10 @@ def selecting(name: str, scores: Tensor, k: int) -> Callable[[], object]:
     return run
 
 
+def _log_softmax_and_topk(scores: Tensor, k: int) -> None:
+    scores.float().log_softmax(-1).topk(k)
+
+
 def selection() -> list[Row]:
     """Milliseconds of a selection, and over torch.topk of the same tensor."""
     rows: list[Row] = []
@@ -95,11 +100,9 @@ def selection() -> list[Row]:
         scores = scores.to(dtype)
         flat, copy = scores.view(sources, -1), torch.empty_like(scores)
         functions: dict[str, Callable[[], object]] = {
-            "copy": lambda copy=copy, scores=scores: copy.copy_(scores),
-            "topk": lambda flat=flat, k=k: flat.topk(k, dim=-1),
-            "log-softmax and topk": lambda flat=flat, k=k: (
-                flat.float().log_softmax(-1).topk(k, dim=-1)
-            ),
+            "copy": partial(copy.copy_, scores),
+            "topk": partial(flat.topk, k),
+            "log-softmax and topk": partial(_log_softmax_and_topk, flat, k),
         }
         for name in ("conditional-poisson", "gumbel-top-k", "top-k"):
             functions[name] = selecting(name, scores, k)
@@ -124,7 +127,8 @@ def marian() -> Any:
         encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_position_embeddings=512, eos_token_id=1,
         pad_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
     )  # fmt: skip
-    return MarianMTModel(config).half().to(DEVICE).eval()
+    model: Any = MarianMTModel(config)
+    return model.half().to(DEVICE).eval()
 
 
 def llama() -> Any:
@@ -137,8 +141,9 @@ def llama() -> Any:
         num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096,
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=0,
     )  # fmt: skip
+    make: Any = LlamaForCausalLM
     with DEVICE:
-        model = LlamaForCausalLM(config)
+        model = make(config)
     return model.to(torch.bfloat16).eval()
 
 
@@ -266,7 +271,7 @@ def scaling() -> list[Row]:
                 "over topk": t["ours"] / t["topk"],
                 "GB/s": scores.nbytes / t["ours"] / 1e9,
                 "memory over scores": extra / scores.nbytes,
-            }  # fmt: skip
+            }
         )
         del scores, flat, run, topk
     return rows

@@ -1,4 +1,4 @@
-"""What the kernels must do, on a card or in Triton's interpreter: ``python -m tests.kernels.checks``.
+"""What the kernels must do, on a card or in Triton's interpreter.
 
 The interpreter is chosen by an environment variable before Triton is imported, so that these checks
 run in a process of their own on a CPU; on a card they are called by ``test_kernels``.
@@ -60,7 +60,7 @@ def check_reading(device: str) -> None:
 
 
 def check_numbers(device: str) -> None:
-    """log Z and π against the exact arithmetic, from the same scores."""
+    """Log Z and π against the exact arithmetic, from the same scores."""
     cases: list[tuple[tuple[int, int, int], int, bool, float, torch.dtype]] = [
         ((2, 3, 100), 3, True, 2.0, torch.float32),
         ((1, 3, 100), 3, False, 2.0, torch.float32),
@@ -153,7 +153,8 @@ def check_noise(device: str) -> None:
     x = noise.uniform(seeds, counts, row, (40, 50))
     assert torch.equal(x[1], noise.uniform(seeds, counts, row[1:2], (2000,))[0].view(40, 50))
     assert not bool((x[0] == x[2]).any())
-    assert 0 <= float(x.min()) < 1e-2 and 1 - 1e-2 < float(x.max()) < 1
+    assert 0 <= float(x.min()) < 1e-2
+    assert 1 - 1e-2 < float(x.max()) < 1
     assert abs(float(x.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / x.numel())  # false alarms < 1e-6
 
 
@@ -168,7 +169,7 @@ def check_closing(device: str) -> None:
 
 
 def check_search(device: str) -> None:
-    """Every design that draws on the kernels, through the search; a source by itself is the same."""
+    """Designs that draw on the kernels, through the search; a source by itself is the same."""
     table = random_scores(device, 40, 40, scale=1.0).log_softmax(-1)
 
     def next_log_probs(prefix: Tensor) -> Tensor:

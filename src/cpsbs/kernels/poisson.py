@@ -43,6 +43,10 @@ COLUMNS: tl.constexpr = tl.constexpr(9)
 """Sums of a block: TERMS powers of p, and the mass of its weights."""
 
 
+NUMBERS = ["k", "m", "parents", "tokens", "chunks", "table", "blocks"]
+"""Arguments that differ from search to search; compiling for certain values takes seconds."""
+
+
 @triton.jit
 def _log_p(scores, base, token, tokens, temperature, offset):
     """Float64 log p of the tokens of a row that starts at ``base``; -inf beyond its end."""
@@ -61,7 +65,7 @@ def _in_head(item, head, size):
     return found
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _without_head(
     scores, head_index, head, offset, slot_of, again, bits,
     m, parents, tokens, chunks, temperature,
@@ -94,7 +98,7 @@ def _without_head(
     tl.store(bits + word, tl.sum(words, axis=1))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _tail(
     maxima, sums, head, offset, slot_of, again, reach, partial,
     m, parents, chunks, table, blocks, temperature,
@@ -198,7 +202,7 @@ def _from_tail(
     return parent * tokens + found % chunks * LENGTH + inside, value
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _draw(
     scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
     cosines, sines, back, tail_real, tail_imaginary, binomials,
@@ -344,7 +348,7 @@ def _draw(
     tl.store(present + source * k + number, number < count + wanted, mask=number < k)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=NUMBERS)
 def _inclusion(
     picked, present, tilts, turned, probability, head, cosines, sines, lifts, out,
     k, m,
@@ -480,7 +484,8 @@ def draw(
         k, m, parents, tokens, per_parent, blocks, temperature,
         -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
-        PLACES=triton.next_power_of_2(k), POINTS=points, BLOCKS=triton.next_power_of_2(blocks),
+        PLACES=triton.next_power_of_2(k), POINTS=points,
+        BLOCKS=max(4, triton.next_power_of_2(blocks)),
         GROUP=min(16, triton.next_power_of_2(k)),
     )  # fmt: skip
     log_inclusion = empty(sources, k)

@@ -252,9 +252,9 @@ def _tail(population: Population) -> Tail:
     unit = finite_or_zero(largest)
 
     # How many power sums? That depends on the odds u of the largest tail item, and these on the
-    # tail. Bound u from above: the heads expected at odds u are a concave function of u, so from any
-    # u that is too large, u·wanted/expected is smaller and still too large. K + ½ heads are the most
-    # that is ever asked for, and a tail of mass P_1 expects at least P_1 u/(1 + u).
+    # tail. Bound u from above: the heads expected at odds u are a concave function of u, so from
+    # any u that is too large, u·wanted/expected is smaller and still too large. K + ½ heads are the
+    # most that is ever asked for, and a tail of mass P_1 expects at least P_1 u/(1 + u).
     log_weights = head - unit[:, None]
     wanted, free = population.wanted(0.5), torch.full_like(unit, head.shape[-1])
     if not population.plain:
