@@ -1,6 +1,7 @@
 """On a GPU: selection against torch.topk, decoding against transformers' own beam search.
 
-    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [--json FILE] [--source FILE]
+    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [leak] [--json FILE]
+        [--source FILE] [--page FILE]
 
 All ratios are of medians in one run on one card. A step is recorded once and then replayed; the
 first call, which records, does not count.
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.tables import table
+from benchmarks.tables import into_readme, table
 from cpsbs import TransformersModel, load, search
 from cpsbs.designs import Candidates, design_named
 from cpsbs.kernels import POWER_SUMS
@@ -306,18 +307,22 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", help="some of these", choices=[[], *parts, "corpus"])
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--source", type=Path, help="sentences to translate, for corpus")
+    parser.add_argument("--page", type=Path, help="put what is in the file into this page's tables")
     arguments = parser.parse_args()
     if arguments.source:
         parts["corpus"] = lambda: corpus(arguments.source)
     results: dict[str, Any] = {}
     if arguments.json and arguments.json.exists():
         results = json.loads(arguments.json.read_text())
-    results["machine"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
-    for name in arguments.parts or parts:
+    wanted = arguments.parts or ([] if arguments.page else list(parts))
+    for name in wanted:
+        results["machine"] = {"card": torch.cuda.get_device_name(), "torch": torch.__version__}
         results[name] = parts[name]()
         print(f"\n{name}\n\n{table(results[name])}", flush=True)
         if arguments.json:
             arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.page:
+        arguments.page.write_text(into_readme(arguments.page.read_text(), results))
 
 
 if __name__ == "__main__":

@@ -46,6 +46,19 @@ def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -
 
 
 @dataclass(frozen=True)
+class Largest:
+    """The m largest candidates of R sources."""
+
+    values: Tensor
+    """[R, m] descending"""
+    index: Tensor
+    """[R, m]"""
+    looked_at: tuple[Tensor, Tensor, Tensor] | None
+    """The chunks [R, m] that were looked at, the values in them [R, m, length], and the places
+    [R, m] of the largest among these; None if all were."""
+
+
+@dataclass(frozen=True)
 class Chunks:
     """Scores [R, P, V] of R sources with P parents each, the tokens cut into C chunks."""
 
@@ -137,7 +150,12 @@ class Chunks:
         return start[..., None] + torch.where(inside, step, 0), inside
 
     def largest(self, offset: Tensor, m: int) -> tuple[Tensor, Tensor]:
-        """[R, m] the largest scores + offset [R, P] of each source, descending, and their places.
+        """[R, m] the largest scores + offset [R, P] of each source, descending, and where."""
+        found = self.find_largest(offset, m)
+        return found.values, found.index
+
+    def find_largest(self, offset: Tensor, m: int) -> Largest:
+        """The same, with what was looked at on the way.
 
         They lie in the m chunks with the largest maxima (any other chunk has m entries elsewhere
         that are at least as large), so that no more than those are looked at one by one. On a GPU
@@ -148,14 +166,34 @@ class Chunks:
         if parents * chunks <= m:
             everything = self.scores.to(torch.float64) / self.temperature + offset[..., None]
             values, index = everything.flatten(1).topk(m, dim=-1)
-            return values, index
+            return Largest(values, index, None)
         maxima = (self.peaks + offset[..., None]).flatten(1)
         chosen = maxima.to(kind).topk(m, dim=-1, sorted=False).indices
-        item, found = self.members(chosen)
-        found += offset.gather(-1, chosen // chunks)[..., None]
-        found = found.flatten(1)
-        position = found.to(kind).topk(m, dim=-1).indices
-        return found.gather(-1, position), item.flatten(1).gather(-1, position)
+        item, inside = self.members(chosen)
+        inside += offset.gather(-1, chosen // chunks)[..., None]
+        flat = inside.flatten(1)
+        place = flat.to(kind).topk(m, dim=-1).indices
+        index = item.flatten(1).gather(-1, place)
+        return Largest(flat.gather(-1, place), index, (chosen, inside, place))
+
+    def masses_beside(self, offset: Tensor, unit: Tensor, head: Largest, terms: int) -> Tensor:
+        """[J, R, P·C] Σ e^{j (score + offset − unit)} over candidates of a chunk outside the head,
+        which are at most the unit [R], for j = 1…J.
+        """
+        if head.looked_at is None:
+            return self.masses(offset - unit[:, None], head.index.sort(dim=-1).values, terms)
+        chosen, inside, place = head.looked_at
+        table = self._untouched_masses(offset - unit[:, None], terms)
+        # The chunks that were looked at are added up again, without the head.
+        rest = inside.flatten(1).scatter(-1, place, -math.inf).view(inside.shape)
+        weight = (rest - unit[:, None, None]).to(self.sums.dtype).exp_()
+        again = weight.expand(terms, -1, -1, -1).cumprod(0).sum(-1, dtype=torch.float64)
+        return table.scatter_(-1, chosen.expand(terms, -1, -1), again)
+
+    def _untouched_masses(self, shift: Tensor, terms: int) -> Tensor:
+        """[J, R, P·C] of whole chunks, right for those whose maximum is at most 0."""
+        weight = (self.peaks + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
+        return weight.expand(terms, -1, -1).cumprod(0).mul_(self.sums[:terms].flatten(2))
 
     def masses(self, shift: Tensor, excluded: Tensor, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + shift)} over the candidates of a chunk, for j = 1…J.
@@ -163,8 +201,7 @@ class Chunks:
         ``shift`` is [R, P] float64. The candidates ``excluded`` [R, M], ascending, do not count;
         they must be all those with score + shift > 0.
         """
-        weight = (self.peaks + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
-        table = weight.expand(terms, -1, -1).cumprod(0).mul_(self.sums[:terms].flatten(2))
+        table = self._untouched_masses(shift, terms)
         # Chunks with something excluded are added up again, without it.
         chunks, tokens = self.maxima.shape[-1], self.shape[-1]
         parent, token = excluded // tokens, excluded % tokens
@@ -217,7 +254,7 @@ def _read_by_blocks(
     maximum is 1/Σ.
     """
     terms, tokens, dtype = len(sums), rows.shape[-1], maxima.dtype
-    height = max(1, min(len(rows), block_size(rows.device) // tokens))
+    height = max(1, min(len(rows), 2 * block_size(rows.device) // tokens))
     memory = working_memory(2 * height * tokens, rows.device).view(dtype)
     whole = tokens - tokens % length
     for top in range(0, len(rows), height):

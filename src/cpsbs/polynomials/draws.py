@@ -54,7 +54,7 @@ def _flip_head(
         chosen = certain[row]
         pending = (~population.determined[row]).nonzero()[:, 0]
     budget = 1 + block_size(device) // (1 + coins)
-    enough = 8 * math.ceil(math.sqrt(variance_bound(k, coins)))
+    enough = 4 * math.ceil(math.sqrt(variance_bound(k, coins)))
     while len(pending) > 0:
         batch, later = pending[:budget], pending[budget:]
         source = row[batch]

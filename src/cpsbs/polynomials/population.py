@@ -264,7 +264,7 @@ def _tail(population: Population) -> Tail:
 
     def odds(mass: Tensor | None) -> Tensor:
         u = wanted / (free - wanted)
-        for _ in range(2 if mass is None else 3):
+        for _ in range(2):
             expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1)
             if mass is not None:
                 expected += mass * u / (1 + u)

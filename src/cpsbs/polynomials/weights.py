@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .bernoulli_sum import block_size
-from .chunks import Chunks, chunk_length
+from .chunks import Chunks, Largest, chunk_length
 from .memory import working_memory
 
 NO_DIFFERENCE = -38.0
@@ -55,12 +55,13 @@ class Weights(ABC):
 
     @abstractmethod
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
     ) -> tuple[Tensor, Tensor, int]:
         """[R, J] Σ e^{j (log w − unit)} for j = 1…J, and for j = 1 by chunks [R, C] of some length.
 
         ``unit`` is [R]. The items ``excluded`` [R, M], ascending, do not count; all others are at
-        most the unit. J is so large that Σ_{j > J} P_j u^j / j does not matter.
+        most the unit. With ``own_head`` they are what ``largest`` returned last. J is so large that
+        Σ_{j > J} P_j u^j / j does not matter.
         """
 
     @abstractmethod
@@ -94,7 +95,7 @@ class PlainWeights(Weights):
         return values.to(torch.float64), index
 
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
     ) -> tuple[Tensor, Tensor, int]:
         """In float64, in blocks that stay in the processor's cache: the weights are read once and
         nothing of their size is written.
@@ -165,6 +166,7 @@ class CandidateWeights(Weights):
 
     def __init__(self, chunks: Chunks, offset: Tensor, odds: bool) -> None:
         self.chunks, self.offset, self.odds = chunks, offset, odds
+        self._head: Largest | None = None
         rows, parents, tokens = chunks.shape
         self.shape = (rows, parents * tokens)
         self.device = chunks.scores.device
@@ -182,11 +184,11 @@ class CandidateWeights(Weights):
 
     def largest(self, m: int) -> tuple[Tensor, Tensor]:
         """The weights are in the order of the probabilities."""
-        values, index = self.chunks.largest(self.offset, m)
-        return self._weight(values), index
+        self._head = self.chunks.find_largest(self.offset, m)
+        return self._weight(self._head.values), self._head.index
 
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
     ) -> tuple[Tensor, Tensor, int]:
         """From the sums of the chunks, which are of powers of p.
 
@@ -199,7 +201,10 @@ class CandidateWeights(Weights):
         highest = float(unit.max()) if self.odds else -math.inf
         while True:
             terms = len(chunks.sums)
-            table = chunks.masses(self.offset - unit[:, None], excluded, terms)
+            if own_head and self._head is not None:
+                table = chunks.masses_beside(self.offset, unit, self._head, terms)
+            else:
+                table = chunks.masses(self.offset - unit[:, None], excluded, terms)
             sums = table.sum(-1)
             bound = odds(sums[0])
             if highest > NO_DIFFERENCE:
@@ -247,7 +252,7 @@ class WithForcedItem(Weights):
         return torch.where(item == self._item[row, 0], math.inf, value)
 
     def largest(self, m: int) -> tuple[Tensor, Tensor]:
-        """The item comes first; so it is always in the head, and never in what ``fill`` is for."""
+        """The item comes first; so it is always in the head."""
         values, index = self._weights.largest(m)
         here = index == self._item
         # It leaves its place, or drives out the last one.
@@ -259,10 +264,10 @@ class WithForcedItem(Weights):
         return values.index_fill_(-1, order.new_zeros(1), math.inf), index
 
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound
+        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
     ) -> tuple[Tensor, Tensor, int]:
-        """As the others have them: the item is in the head."""
-        return self._weights.power_sums(unit, excluded, k, odds)
+        """As the others have them, outside this head, which has the item in it."""
+        return self._weights.power_sums(unit, excluded, k, odds, own_head=False)
 
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """As the others have them: the item is in the head."""
@@ -297,7 +302,7 @@ def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple
     """
     power = unit[:, None] ** torch.arange(len(table), device=unit.device)
     mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
-    return (mixed @ sums[..., None])[..., 0], torch.einsum("rj,jrc->rc", power, table)
+    return (mixed @ sums[..., None])[..., 0], (table * power.T[..., None]).sum(0)
 
 
 @lru_cache(maxsize=64)
