@@ -58,6 +58,7 @@ class Timed(Design):
 
     def __init__(self, design: Design) -> None:
         self.design, self.name, self.seconds = design, design.name, 0.0
+        self.power_sums = design.power_sums
         self.roots, self.begin = design.roots, design.begin  # type: ignore[method-assign]
         self.log_weight = design.log_weight  # type: ignore[method-assign]
 
