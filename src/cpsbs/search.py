@@ -83,11 +83,35 @@ def search(
         "model": getattr(model, "name", type(model).__name__),
     }
     streams = Streams(generator, model.sources, model.device)
+    try:
+        return _search(model, k, chosen, max_length, settings, streams, joint, entropy, path)
+    except torch.OutOfMemoryError as error:
+        fewer = max(1, model.sources // 2)
+        raise torch.OutOfMemoryError(
+            f"the GPU's memory is too small for {model.sources} sources with k = {k}; "
+            f"try {fewer} at a time ({error})"
+        ) from error
+
+
+def _search(
+    model: SequenceModel,
+    k: int,
+    design: Design,
+    max_length: int,
+    settings: Mapping[str, Any],
+    streams: Streams,
+    joint: bool,
+    entropy: bool,
+    path: bool,
+) -> Beams:
+    """The recursion itself."""
     source = torch.arange(model.sources, device=model.device)
-    beam = Hypotheses.first(chosen, k, streams, source, joint, entropy)
-    rows = rows_of(model, k, chosen.roots(k), max_length)
+    beam = Hypotheses.first(design, k, streams, source, joint, entropy)
+    rows = rows_of(model, k, design.roots(k), max_length)
     eos = torch.tensor(model.eos, dtype=torch.int64, device=model.device)
-    take = _Step(chosen, k, temperature, nucleus, joint, rows, eos, model.pad)
+    take = _Step(
+        design, k, settings["temperature"], settings["nucleus"], joint, rows, eos, model.pad
+    )
     trail = Trail(model.sources, k, model.pad, model.device)
     recorded: RecordedStep | None = None
     broken = torch.zeros((), dtype=torch.bool, device=model.device)
@@ -122,7 +146,7 @@ def search(
         if not last:
             rows.advance(parent, beam)
     done.append(beam)
-    return _collected(done, trail, chosen, model.pad, settings, tuple(steps) if path else None)
+    return _collected(done, trail, design, model.pad, settings, tuple(steps) if path else None)
 
 
 def check_settings(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:

@@ -3,11 +3,11 @@
 The mathematics is that of ``cpsbs.polynomials``, for the sources of a batch side by side. From the
 first reading of the scores and the head of M largest candidates,
 
-1. ``_without_head`` adds up again the chunks that hold some of the head, without it;
-2. ``_tail`` turns the sums of all chunks into masses to draw from, and adds them up;
-3. ``_draw`` finds the tilt and the law of the number of heads, flips the coins until it has K of
+1. ``without_head`` adds up again the chunks that hold some of the head, without it;
+2. ``tail`` turns the sums of all chunks into masses to draw from, and adds them up;
+3. ``draw`` finds the tilt and the law of the number of heads, flips the coins until it has K of
    them, and draws from the tail what the head leaves open;
-4. ``_inclusion`` gives log π of what was drawn.
+4. ``inclusion`` gives log π of what was drawn.
 
 The scores are read once more where something of a chunk is looked at, and nowhere else.
 """
@@ -20,362 +20,14 @@ from functools import lru_cache
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from cpsbs.kernels import POWER_SUMS
-from cpsbs.kernels.noise import uniform64
+from cpsbs.kernels import poisson_programs as programs
+from cpsbs.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
 from cpsbs.kernels.reading import host_number
 from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT, Circle, alias_free
 from cpsbs.polynomials.chunks import Chunks
-
-TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
-"""Power sums. What the series leaves out is below 1e-8: see ``CandidateWeights.power_sums``; the
-odds of a tail item that bring its bound to a maximum leave the tail hardly any mass."""
-
-BLOCK: tl.constexpr = tl.constexpr(1024)
-"""Chunks that a program of ``_tail`` looks at."""
-
-SLICE: tl.constexpr = tl.constexpr(32)
-"""Items of the head that are looked at together."""
-
-COLUMNS: tl.constexpr = tl.constexpr(9)
-"""Sums of a block: TERMS powers of p, and the mass of its weights."""
-
-
-NUMBERS = ["k", "m", "parents", "tokens", "chunks", "table", "blocks"]
-"""Arguments that differ from search to search; compiling for certain values takes seconds."""
-
-
-@triton.jit
-def _log_p(scores, base, token, tokens, temperature, offset):
-    """Float64 log p of the tokens of a row that starts at ``base``; -inf beyond its end."""
-    x = tl.load(scores + base + token, mask=token < tokens, other=-float("inf"))
-    return x.to(tl.float32).to(tl.float64) / temperature + offset
-
-
-@triton.jit
-def _in_head(item, head, size):
-    """[L] whether the items [L] are among the ``size`` ones at ``head``, as 0 or 1."""
-    found = tl.zeros_like(item).to(tl.int32)
-    for start in range(0, size, SLICE):
-        place = start + tl.arange(0, SLICE)
-        other = tl.load(head + place, mask=place < size, other=-1)
-        found = tl.maximum(found, tl.max((item[:, None] == other[None, :]).to(tl.int32), axis=1))
-    return found
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _without_head(
-    scores, head_index, head, offset, slot_of, again, bits,
-    m, parents, tokens, chunks, temperature,
-    LENGTH: tl.constexpr,
-):  # fmt: skip
-    """The chunk of one item of the head: sums of powers of e^{log p − unit} without the head."""
-    source = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1)
-    temperature = tl.load(temperature)
-    unit = tl.load(head + source * m + m - 1)
-    unit = tl.where(unit == -float("inf"), 0.0, unit)
-    item = tl.load(head_index + source * m + slot)
-    parent, token = item // tokens, item % tokens
-    chunk = token // LENGTH
-    token = chunk * LENGTH + tl.arange(0, LENGTH)
-    shift = tl.load(offset + source * parents + parent)
-    base = (source * parents + parent) * tokens
-    log_p = _log_p(scores, base, token, tokens, temperature, shift)
-    taken = _in_head(parent * tokens + token, head_index + source * m, m)
-    weight = tl.exp(tl.where(taken > 0, -float("inf"), log_p - unit).to(tl.float32))
-    power = weight
-    place = again + (source * m + slot) * TERMS
-    for j in tl.static_range(TERMS):
-        tl.store(place + j, tl.sum(power, axis=0).to(tl.float64))
-        power *= weight
-    tl.store(slot_of + source * parents * chunks + parent * chunks + chunk, slot + 1)
-    # Which of its tokens are in the head, 32 to a word.
-    words = tl.reshape(taken, (LENGTH // 32, 32)).to(tl.int64) << tl.arange(0, 32)[None, :]
-    word = (source * m + slot) * (LENGTH // 32) + tl.arange(0, LENGTH // 32)
-    tl.store(bits + word, tl.sum(words, axis=1))
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _tail(
-    maxima, sums, head, offset, slot_of, again, reach, partial,
-    m, parents, chunks, table, blocks, temperature,
-    ODDS: tl.constexpr,
-):  # fmt: skip
-    """Masses of some chunks of one source, and sums over them."""
-    source = tl.program_id(0).to(tl.int64)
-    block = tl.program_id(1)
-    count = parents * chunks
-    chunk = block * BLOCK + tl.arange(0, BLOCK)
-    here = chunk < count
-    unit = tl.load(head + source * m + m - 1)
-    unit = tl.where(unit == -float("inf"), 0.0, unit)
-    shift = tl.load(offset + source * parents + chunk // chunks, mask=here, other=0.0) - unit
-    place = source * count + chunk
-    top = tl.load(maxima + place, mask=here, other=-float("inf")).to(tl.float64)
-    weight = tl.exp(tl.minimum(top / tl.load(temperature) + shift, 0.0))
-    slot = tl.load(slot_of + place, mask=here, other=0)
-    own = again + (source * m + tl.maximum(slot - 1, 0)) * TERMS
-    power = weight
-    odds = tl.exp(unit)
-    factor = 1.0
-    total = tl.zeros_like(weight)
-    out = partial + (source * blocks + block) * COLUMNS
-    for j in tl.static_range(TERMS):
-        value = tl.load(sums + j * table + place, mask=here, other=0.0).to(tl.float64) * power
-        value = tl.where(slot > 0, tl.load(own + j, mask=slot > 0, other=0.0), value)
-        tl.store(out + j, tl.sum(value, axis=0))
-        # p/(1 − p) = Σ p^j
-        total += value * factor
-        factor = factor * odds if ODDS else 0.0
-        power *= weight
-    tl.store(reach + place, tl.cumsum(total, axis=0), mask=here)
-    tl.store(out + TERMS, tl.sum(total, axis=0))
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
-
-
-@triton.jit
-def _times(a, b, c, d):
-    """(a + ib)(c + id)."""
-    return a * c - b * d, a * d + b * c
-
-
-@triton.jit
-def _from_tail(
-    scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
-    m, parents, tokens, chunks, temperature,
-    ODDS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """[GROUP] independent items of the tail of a source, each with its log-weight.
-
-    The block of chunks is found by its mass, the chunk by bisection, the token by a running sum.
-    """
-    number = tl.arange(0, GROUP)
-    below_one = 1.0 - 2.220446049250313e-16
-    block = tl.arange(0, BLOCKS)
-    ends = tl.cumsum(block_mass, axis=0)
-    everything = tl.max(ends, axis=0)
-    at = uniform64(seed, stream + number) * everything * below_one
-    first = tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), axis=1)
-    before = block[None, :] < first[:, None]
-    at -= tl.sum(tl.where(before, block_mass[None, :], 0.0), axis=1)
-    reach += source * parents * chunks
-    low = first * BLOCK
-    high = tl.minimum(low + BLOCK, parents * chunks) - 1
-    # Rounded, it must stay below what the block reaches.
-    at = tl.minimum(at, tl.load(reach + high) * below_one)
-    for _ in range(10):  # 2^10 is BLOCK
-        middle = (low + high) // 2
-        right = tl.load(reach + middle) <= at
-        low = tl.where(right & (low < high), middle + 1, low)
-        high = tl.where(right, high, middle)
-    found = low.to(tl.int64)
-    parent = found // chunks
-    place = tl.arange(0, LENGTH)
-    token = (found % chunks * LENGTH)[:, None] + place[None, :]
-    shift = tl.load(offset + source * parents + parent)
-    base = ((source * parents + parent) * tokens)[:, None]
-    log_w = _log_p(scores, base, token, tokens, temperature, shift[:, None])
-    slot = tl.load(slot_of + source * parents * chunks + found)
-    word = ((source * m + tl.maximum(slot - 1, 0)) * (LENGTH // 32))[:, None] + place[None, :] // 32
-    words = tl.load(bits + word, mask=(slot > 0)[:, None], other=0)
-    taken = (words >> (place[None, :] % 32).to(tl.int64)) & 1
-    log_w = tl.where(taken > 0, -float("inf"), log_w)
-    if ODDS:
-        log_w -= tl.log(1.0 - tl.exp(log_w))
-    end = tl.cumsum(tl.exp(log_w - unit), axis=1)
-    level = uniform64(seed, stream + GROUP + number) * tl.max(end, axis=1) * below_one
-    inside = tl.sum((end <= level[:, None]).to(tl.int32), axis=1)
-    inside = tl.minimum(inside, LENGTH - 1)
-    value = tl.max(tl.where(place[None, :] == inside[:, None], log_w, -float("inf")), axis=1)
-    return parent * tokens + found % chunks * LENGTH + inside, value
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _draw(
-    scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
-    cosines, sines, back, tail_real, tail_imaginary, binomials,
-    index, picked, present, tilts, turned, probability, log_normalizer,
-    k, m, parents, tokens, chunks, blocks, temperature, log_low, log_high, log_limit,
-    ODDS: tl.constexpr, LENGTH: tl.constexpr, COINS: tl.constexpr, PLACES: tl.constexpr,
-    POINTS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
-    """The sample of one source."""
-    temperature = tl.load(temperature)
-    source = tl.program_id(0).to(tl.int64)
-    head += source * m
-    head_index += source * m
-    coin = tl.arange(0, COINS)
-    y = tl.load(head + coin, mask=coin < m, other=-float("inf"))
-    forced = tl.sum((y == float("inf")).to(tl.int32), axis=0)
-    positive = tl.sum((y > -float("inf")).to(tl.int32), axis=0)
-    # The head comes in descending order. The K-th is forced only if all places are.
-    reference = tl.load(head + k - 1)
-    follows = tl.load(head + k, mask=k < m, other=0.0)
-    reference = tl.where(reference == float("inf"), follows, reference)
-    reference = tl.where(tl.abs(reference) == float("inf"), 0.0, reference)
-    unit = tl.load(head + m - 1)
-    unit = tl.where(unit == -float("inf"), 0.0, unit)
-    y -= reference
-
-    # Power sums of the tail's weights, relative to its largest possible one.
-    order = tl.arange(0, TERMS)
-    block = tl.arange(0, BLOCKS)
-    place = partial + (source * blocks + block) * COLUMNS
-    powers = tl.load(place[:, None] + order[None, :], mask=(block < blocks)[:, None], other=0.0)
-    powers = tl.sum(powers, axis=0)
-    block_mass = tl.load(place + TERMS, mask=block < blocks, other=0.0)
-    if ODDS:
-        ahead = tl.maximum(order[None, :] - order[:, None], 0)
-        mixed = tl.load(binomials + order[:, None] * TERMS + order[None, :])
-        mixed *= tl.exp(unit * ahead.to(tl.float64))
-        powers = tl.sum(mixed * powers[None, :], axis=1)
-    largest = unit - reference
-    sign = tl.where(order % 2 == 0, 1.0, -1.0).to(tl.float64)
-    degree = (order + 1).to(tl.float64)
-
-    # The tilt at which K − ½ heads are expected.
-    zero = largest * 0.0  # a float64, which numbers from the host are not
-    low, high = zero + log_low, zero + log_high
-    high = tl.where(tl.sum(block_mass, axis=0) > 0, tl.minimum(high, log_limit - largest), high)
-    for _ in range(16):
-        middle = (low + high) / 2
-        heads = tl.sum(_sigmoid(y + middle), axis=0)
-        heads += tl.sum(sign * powers * tl.exp(degree * (middle + largest)), axis=0)
-        low = tl.where(heads < k - 0.5, middle, low)
-        high = tl.where(heads < k - 0.5, high, middle)
-    tilt = (low + high) / 2
-
-    # The characteristic function of the number of heads, on the circle.
-    point = tl.arange(0, POINTS)
-    cosine, sine = tl.load(cosines + point), tl.load(sines + point)
-    real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
-    log_z = -k * tilt
-    for start in range(0, m, SLICE):
-        place_in_head = start + tl.arange(0, SLICE)
-        x = tl.load(head + place_in_head, mask=place_in_head < m, other=-float("inf"))
-        x += tilt - reference
-        p, q = _sigmoid(x)[:, None], _sigmoid(-x)[:, None]
-        a, b = tl.reduce((q + p * cosine[None, :], p * sine[None, :]), 0, _times)
-        real, imaginary = _times(real, imaginary, a, b)
-        log_z += tl.sum(tl.where(x == float("inf"), tilt, _softplus(x)), axis=0)
-    terms = sign * powers * tl.exp(degree * (tilt + largest)) / degree
-    log_z += tl.sum(terms, axis=0)
-    table = order[:, None] * POINTS + point[None, :]
-    size = tl.exp(tl.sum(terms[:, None] * tl.load(tail_real + table), axis=0))
-    angle = tl.sum(terms[:, None] * tl.load(tail_imaginary + table), axis=0)
-    tail_a, tail_b = size * tl.cos(angle), size * tl.sin(angle)
-    real, imaginary = _times(real, imaginary, tail_a, tail_b)
-    # Row K − j of ``back`` is e^{−ijθ} / (L/2).
-    first = back + 2 * point
-    real, imaginary = _times(real, imaginary, tl.load(first), tl.load(first + 1))
-    chance = tl.sum(real, axis=0)
-    tl.store(turned + (source * 2) * POINTS + point, real)
-    tl.store(turned + (source * 2 + 1) * POINTS + point, imaginary)
-    tl.store(tilts + source, tilt + 0.0)
-    tl.store(probability + source, chance)
-    tl.store(log_normalizer + source, log_z + tl.log(chance) + (k - forced) * reference)
-
-    # How likely the tail is to have K − c heads, over the largest of these.
-    most = zero
-    for start in range(0, k + 1, 16):
-        heads_of_head = start + tl.arange(0, 16)
-        row = back + (heads_of_head[:, None] * POINTS + point[None, :]) * 2
-        inside = (heads_of_head <= k)[:, None]
-        a = tl.load(row, mask=inside, other=0.0) * tail_a[None, :]
-        b = tl.load(row + 1, mask=inside, other=0.0) * tail_b[None, :]
-        most = tl.maximum(most, tl.max(tl.sum(a - b, axis=1), axis=0))
-
-    # Flip the head until the tail may have the rest.
-    seed = tl.load(seeds + source)
-    stream = tl.load(counts + source) << 32
-    p = _sigmoid(y + tilt)
-    flips = (y > -float("inf")).to(tl.int32)
-    flips = tl.where(forced == k, (y == float("inf")).to(tl.int32), flips)
-    # Scores that are not numbers are told of by the search; here nothing may wait for them.
-    determined = (forced >= k) | (positive <= k) | (chance != chance)
-    done = determined.to(tl.int32)
-    while done == 0:
-        chosen = uniform64(seed, stream + coin) < p
-        count = tl.minimum(tl.sum(chosen.to(tl.int32), axis=0), k + 1)
-        row = back + (tl.minimum(count, k) * POINTS + point) * 2
-        likely = tl.sum(tl.load(row) * tail_a - tl.load(row + 1) * tail_b, axis=0)
-        likely = tl.where(count <= k, likely, 0.0)
-        done = (uniform64(seed, stream + COINS) * most < likely).to(tl.int32)
-        flips = chosen.to(tl.int32)
-        stream += COINS + 1
-    count = tl.sum(flips, axis=0)
-    slot = source * k + tl.cumsum(flips, axis=0) - 1
-    item = tl.load(head_index + coin, mask=coin < m, other=0)
-    tl.store(index + slot, item, mask=flips > 0)
-    tl.store(picked + slot, y, mask=flips > 0)
-
-    # Items of the tail, all again if two coincide.
-    wanted = tl.where(determined, 0, k - count)
-    out = source * k + count
-    number = tl.arange(0, PLACES)
-    again = (wanted > 0).to(tl.int32)
-    while again > 0:
-        tl.debug_barrier()  # what is compared below was read before it is written again
-        for start in range(0, wanted, GROUP):
-            items, log_w = _from_tail(
-                scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
-                m, parents, tokens, chunks, temperature, ODDS, LENGTH, GROUP, BLOCKS,
-            )  # fmt: skip
-            slots = start + tl.arange(0, GROUP)
-            tl.store(index + out + slots, items, mask=slots < wanted)
-            tl.store(picked + out + slots, log_w - reference, mask=slots < wanted)
-            stream += 2 * GROUP
-        tl.debug_barrier()
-        drawn = tl.load(index + out + number, mask=number < wanted, other=-1)
-        again = tl.zeros((), tl.int32)
-        for start in range(0, wanted, GROUP):
-            slots = start + tl.arange(0, GROUP)
-            some = tl.load(index + out + slots, mask=slots < wanted, other=-2)
-            twice = (some[:, None] == drawn[None, :]) & (slots[:, None] < number[None, :])
-            again += tl.sum(twice.to(tl.int32))
-    tl.store(present + source * k + number, number < count + wanted, mask=number < k)
-
-
-@triton.jit(do_not_specialize=NUMBERS)
-def _inclusion(
-    picked, present, tilts, turned, probability, head, cosines, sines, lifts, out,
-    k, m,
-    PLACES: tl.constexpr, COINS: tl.constexpr, POINTS: tl.constexpr,
-):  # fmt: skip
-    """Log π = log p + log P(S without it = K − 1) − log P(S = K) for some of the K of a source."""
-    source = tl.program_id(0).to(tl.int64)
-    number = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
-    here = number < k
-    y = tl.load(picked + source * k + number, mask=here, other=0.0)
-    x = y + tl.load(tilts + source)
-    p, q = _sigmoid(x), _sigmoid(-x)
-    point = tl.arange(0, POINTS)
-    real = tl.load(turned + source * 2 * POINTS + point)
-    aside = tl.load(turned + (source * 2 + 1) * POINTS + point) * tl.load(sines + point)
-    turn = real * tl.load(cosines + point) - aside
-    modulus = (p * q)[:, None] * tl.load(lifts + point)[None, :]
-    modulus += ((q - p) * (q - p))[:, None]
-    others = q * tl.sum(turn[None, :] / modulus, axis=1)
-    others += p * tl.sum(real[None, :] / modulus, axis=1)
-    value = -_softplus(-x) + tl.log(others) - tl.log(tl.load(probability + source))
-    coin = tl.arange(0, COINS)
-    all_y = tl.load(head + source * m + coin, mask=coin < m, other=-float("inf"))
-    certain = tl.sum((all_y > -float("inf")).to(tl.int32), axis=0) <= k
-    value = tl.where((y == float("inf")) | certain, 0.0, tl.minimum(value, 0.0))
-    there = tl.load(present + source * k + number, mask=here, other=0)
-    tl.store(out + source * k + number, tl.where(there != 0, value, 0.0), mask=here)
 
 
 @dataclass(frozen=True)
@@ -459,14 +111,14 @@ def draw(
     slot_of = torch.zeros((sources, parents * per_parent), dtype=torch.int32, device=device)
     again = empty(sources, m, TERMS.value)
     bits = empty(sources, m, chunks.length // 32, dtype=torch.int64)
-    _without_head[(sources, m)](
+    programs.without_head[(sources, m)](
         scores, head_index, head, offset, slot_of, again, bits,
         m, parents, tokens, per_parent, temperature,
         LENGTH=chunks.length,
     )  # fmt: skip
     reach = empty(sources, parents * per_parent)
     partial = empty(sources, blocks, COLUMNS.value)
-    _tail[(sources, blocks)](
+    programs.tail[(sources, blocks)](
         chunks.maxima, chunks.sums, head, offset, slot_of, again, reach, partial,
         m, parents, per_parent, chunks.maxima.numel(), blocks, temperature,
         ODDS=odds,
@@ -476,7 +128,7 @@ def draw(
     tilts, probability, log_normalizer = empty(sources), empty(sources), empty(sources)
     turned = empty(sources, 2, points)
     n = parents * tokens
-    _draw[(sources,)](
+    programs.draw[(sources,)](
         scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
         tables.cosines, tables.sines, tables.back, tables.tail_real, tables.tail_imaginary,
         tables.binomials,
@@ -489,7 +141,7 @@ def draw(
         GROUP=min(16, triton.next_power_of_2(k)),
     )  # fmt: skip
     log_inclusion = empty(sources, k)
-    _inclusion[(sources, triton.cdiv(k, 16))](
+    programs.inclusion[(sources, triton.cdiv(k, 16))](
         picked, present, tilts, turned, probability, head,
         tables.cosines, tables.sines, tables.lifts, log_inclusion,
         k, m,

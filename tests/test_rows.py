@@ -1,0 +1,84 @@
+"""Rows that are fixed, as on a GPU, against rows that come and go: the same search."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search
+from cpsbs import rows as rows_of_a_model
+from cpsbs.hypotheses import Trail
+from cpsbs.models import recorded
+from tests.models.tiny import EOS, make, prompts
+
+
+def more_ends(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+    scores[:, EOS] += 2.0
+    return scores
+
+
+def beams(design: str, model: Any, **keep: Any) -> Beams:
+    # In float64, rounded to float32: other orders of summation hardly ever show.
+    inputs = TransformersModel(model, **prompts(model), logits_processor=[more_ends])
+    return search(inputs, 4, design, max_length=20, generator=5, **keep)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+@pytest.mark.parametrize("name", ["marian", "llama"])
+def test_the_same_beams_both_ways(name: str, design: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hypotheses that have ended go on as they are, sources are dropped now and then."""
+    model = make(name).double()
+    expected = beams(design, model, entropy=True)
+    monkeypatch.setattr(recorded, "ON_CPU", True)
+    monkeypatch.setattr(rows_of_a_model, "LOOK", 3)
+    monkeypatch.setattr(rows_of_a_model, "CROWDED", 0)
+    monkeypatch.setattr(rows_of_a_model, "SPARSE", 0.9)
+    found = beams(design, model, entropy=True)
+    assert bool(expected.finished.any())
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.lengths, expected.lengths)
+    assert torch.equal(found.finished, expected.finished)
+    for one, other in (
+        (found.log_prob, expected.log_prob),
+        (found.log_weight, expected.log_weight),
+        (found.entropy, expected.entropy),
+    ):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_scores_that_are_no_numbers_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the search looks only now and then."""
+    monkeypatch.setattr(recorded, "ON_CPU", True)
+
+    def broken(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores * torch.nan
+
+    model = make("llama")
+    inputs = TransformersModel(model, **prompts(model), logits_processor=[broken])
+    with pytest.raises(ValueError, match="NaN, inf, or all -inf"):
+        search(inputs, 3, max_length=5)
+
+
+def test_too_little_memory_names_what_to_try() -> None:
+    def next_log_probs(prefix: torch.Tensor) -> torch.Tensor:
+        if prefix.shape[1] > 1:
+            raise torch.OutOfMemoryError("no memory")
+        return torch.zeros((len(prefix), 50))
+
+    model = FunctionModel(next_log_probs, 50, eos=0, sources=7)
+    with pytest.raises(torch.OutOfMemoryError, match="7 sources with k = 5; try 3 at a time"):
+        search(model, 5, max_length=5)
+
+
+def test_a_trail_leads_back() -> None:
+    """Two sources; the second leaves after two steps and goes on by padding."""
+    trail = Trail(2, 2, pad=9, device=torch.device("cpu"))
+    both = torch.tensor([0, 1])
+    trail.append(both, torch.tensor([[0, 0], [0, 0]]), torch.tensor([[1, 2], [3, 4]]))
+    trail.append(both, torch.tensor([[1, 0], [1, 1]]), torch.tensor([[5, 6], [7, 8]]))
+    trail.append(both[:1], torch.tensor([[0, 0]]), torch.tensor([[1, 3]]))
+    assert trail.sequences().tolist() == [[[2, 5, 1], [2, 5, 3]], [[4, 7, 9], [4, 8, 9]]]
