@@ -7,7 +7,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from cpsbs import DESIGNS, ConditionalPoisson, FunctionModel, search
+from cpsbs import DESIGNS, ConditionalPoisson, FunctionModel, TransformersModel, search
+from tests.models.tiny import make, prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -80,3 +81,23 @@ def test_the_search_runs_on_the_card(design: str) -> None:
             path = [0, *y]
             exact = sum(float(table[i, j]) for i, j in pairwise(path))
             assert log_p == pytest.approx(exact, abs=1e-4)
+
+
+@pytest.mark.parametrize("design", ["conditional-poisson", "gumbel-top-k", "top-k", "stratified"])
+def test_a_recorded_search_stays_the_same(design: str) -> None:
+    """Graphs are replayed by later searches, when all that the first one held has been freed."""
+    model = make("marian", vocab_size=3000).cuda()
+    inputs = {name: x.cuda() for name, x in prompts(model).items()}
+    found = []
+    for temperature in (1.0, 0.7, 1.0, 0.7, 1.0):
+        beams = search(
+            TransformersModel(model, **inputs), 4, design,
+            max_length=40, temperature=temperature, generator=5,
+        )  # fmt: skip
+        found.append((beams.sequences.tolist(), beams.log_prob.tolist()))
+        del beams
+        # Whatever was freed is overwritten.
+        _ = [torch.full((size,), 1, device="cuda") for size in (1, 8, 64, 512, 4096) * 50]
+    assert found[2] == found[4] == found[0]
+    assert found[3] == found[1] != found[0]
+    assert any(1 in y for beam in found[0][0] for y in beam)  # something has ended

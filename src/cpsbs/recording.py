@@ -1,14 +1,16 @@
-"""A step of the search as a CUDA graph: some hundred small launches become one.
+"""Launches recorded as a CUDA graph: some hundred small ones become one.
 
-The hypotheses live in buffers that the graph reads and writes; between two replays nothing is
-allocated and nothing is waited for.
+What a graph reads and writes lives in buffers; between two replays nothing is allocated and nothing
+is waited for.
 """
 
 from __future__ import annotations
 
-import logging
+import functools
+import gc
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,8 +19,6 @@ from torch import Tensor
 from cpsbs.hypotheses import Hypotheses
 from cpsbs.randomness import Streams
 
-log = logging.getLogger("cpsbs")
-
 _ONE_AT_A_TIME = threading.Lock()
 
 Step = Callable[[Hypotheses, Tensor, Streams], tuple[Hypotheses, Tensor, Tensor]]
@@ -26,40 +26,72 @@ Step = Callable[[Hypotheses, Tensor, Streams], tuple[Hypotheses, Tensor, Tensor]
 parents [b, K], and whether something was no number."""
 
 
-class RecordedStep:
-    """A step on buffers of fixed shapes.
+def captured(
+    compute: Callable[[], None], pool: Any, guard: AbstractContextManager[object] | None = None
+) -> torch.cuda.CUDAGraph:
+    """What ``compute`` launches on the current device, as a graph.
 
-    ``pool`` is memory that several recordings may share which never run at once.
+    Before it is recorded it runs once, inside of ``guard``, for what is only done the first time.
+    ``pool`` is memory that several graphs may share which never run at once.
     """
+    current = torch.cuda.current_stream()
+    aside = _stream_beside(current)
+    with _ONE_AT_A_TIME:
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside), guard or nullcontext():
+            compute()
+        current.wait_stream(aside)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        # Garbage must not be collected meanwhile: what is freed may be another graph. To collect it
+        # before, as torch.cuda.graph does, takes longer than all else here.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(aside):
+                # Other threads may go on meanwhile.
+                graph.capture_begin(pool, capture_error_mode="thread_local")
+                try:
+                    compute()
+                finally:
+                    graph.capture_end()
+        except Exception as error:
+            # A recording that has failed leaves torch's generator in its middle; a copy is not.
+            generator: Any = torch.cuda.default_generators[current.device.index]
+            generator.graphsafe_set_state(generator.clone_state())
+            # Its end may fail too, with another error.
+            if isinstance(error.__context__, torch.OutOfMemoryError):
+                raise error.__context__ from None
+            raise
+        finally:
+            # Where recording fails, torch stays on the other stream.
+            torch.cuda.set_stream(current)
+            if collects:
+                gc.enable()
+    return graph
+
+
+class RecordedStep:
+    """A step of the search on buffers of fixed shapes."""
 
     def __init__(
         self, step: Step, beam: Hypotheses, scores: Tensor, streams: Streams, pool: Any
     ) -> None:
         self.beam = beam.rebuilt([x.clone() for x in beam.tensors()])
         self.streams = streams.copy()
-        self._scores = scores
+        self.parent = torch.empty_like(beam.token)
         self.broken = torch.zeros((), dtype=torch.bool, device=scores.device)
-        current = torch.cuda.current_stream()
-        make: Any = torch.cuda.Stream
-        aside = make()
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside):
-            step(self.beam, scores, self.streams)  # what is only done the first time
-        current.wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        # torch.cuda.graph would do the same, but it also collects garbage, which takes longer than
-        # all that is recorded here.
-        torch.cuda.synchronize()
-        with _ONE_AT_A_TIME, torch.cuda.stream(aside):
-            self._graph.capture_begin(pool, capture_error_mode="thread_local")
-            try:
-                after, self.parent, broken = step(self.beam, scores, self.streams)
-                self.broken |= broken
-                for old, new in zip(self.beam.tensors(), after.tensors(), strict=True):
-                    if new is not old:
-                        old.copy_(new)
-            finally:
-                self._graph.capture_end()
+        self._scores = scores
+
+        def compute() -> None:
+            after, parent, broken = step(self.beam, scores, self.streams)
+            self.parent.copy_(parent)
+            self.broken |= broken
+            for old, new in zip(self.beam.tensors(), after.tensors(), strict=True):
+                if new is not old:
+                    old.copy_(new)
+
+        self._graph = captured(compute, pool)
 
     def load(self, beam: Hypotheses, streams: Streams) -> None:
         """Go on from here."""
@@ -74,3 +106,10 @@ class RecordedStep:
             self._scores.copy_(scores)
         self._graph.replay()
         return self.parent
+
+
+@functools.cache
+def _stream_beside(stream: Any) -> Any:
+    """The stream on which graphs for this one are recorded, with the scratch memory it keeps."""
+    make: Any = torch.cuda.Stream
+    return make(stream.device)

@@ -7,6 +7,7 @@ source keeps K rows, whose hypotheses may have ended, and the search looks only 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Hashable
 from typing import Any, Protocol
@@ -19,6 +20,8 @@ from cpsbs.hypotheses import Hypotheses
 from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Streams
 from cpsbs.recording import RecordedStep, Step
+
+log = logging.getLogger("cpsbs")
 
 LOOK = 8
 """Steps between two looks, where rows are fixed."""
@@ -186,14 +189,20 @@ class FixedRows:
             return step(beam, _closed(scores, beam.open), streams)
 
         full_key = (key, self.latest.shape, self.latest.dtype)
-        found: RecordedStep | None = self._model.memo.get(full_key)
-        if found is None:
-            if "pool" not in self._model.memo:
-                self._model.memo["pool"] = torch.cuda.graph_pool_handle()
-            pool = self._model.memo["pool"]
-            found = RecordedStep(closing, beam, self.latest, streams, pool)
-            self._model.memo[full_key] = found
-        found.load(beam, streams)
+        memo: dict[Any, Any] = self._model.memo
+        if full_key not in memo:
+            pool = memo.setdefault("pool", torch.cuda.graph_pool_handle())
+            try:
+                memo[full_key] = RecordedStep(closing, beam, self.latest, streams, pool)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                # Whatever the design does that cannot be recorded, step by step it can be done.
+                log.info("a selection is not recorded: %s: %s", type(error).__name__, error)
+                memo[full_key] = None
+        found: RecordedStep | None = memo[full_key]
+        if found is not None:
+            found.load(beam, streams)
         return found
 
 

@@ -6,8 +6,10 @@ the business of ``rows``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,8 +85,10 @@ def search(
         "model": getattr(model, "name", type(model).__name__),
     }
     streams = Streams(generator, model.sources, model.device)
+    on_cuda = torch.device(model.device).type == "cuda"
     try:
-        return _search(model, k, chosen, max_length, settings, streams, joint, entropy, path)
+        with torch.cuda.device(model.device) if on_cuda else nullcontext():
+            return _search(model, k, chosen, max_length, settings, streams, joint, entropy, path)
     except torch.OutOfMemoryError as error:
         fewer = max(1, model.sources // 2)
         raise torch.OutOfMemoryError(
@@ -108,9 +112,15 @@ def _search(
     source = torch.arange(model.sources, device=model.device)
     beam = Hypotheses.first(design, k, streams, source, joint, entropy)
     rows = rows_of(model, k, design.roots(k), max_length)
-    eos = torch.tensor(model.eos, dtype=torch.int64, device=model.device)
     take = _Step(
-        design, k, settings["temperature"], settings["nucleus"], joint, rows, eos, model.pad
+        design,
+        k,
+        settings["temperature"],
+        settings["nucleus"],
+        joint,
+        rows,
+        tuple(model.eos),
+        model.pad,
     )
     trail = Trail(model.sources, k, model.pad, model.device)
     recorded: RecordedStep | None = None
@@ -171,7 +181,7 @@ class _Step:
     nucleus: float | None
     joint: bool
     rows: Rows
-    eos: Tensor
+    eos: tuple[int, ...]
     pad: int
 
     @property
@@ -182,7 +192,7 @@ class _Step:
     @property
     def key(self) -> tuple[object, ...]:
         """What a recording of it depends on."""
-        return repr(self.design), self.k, self.temperature, tuple(self.eos.tolist()), self.pad
+        return repr(self.design), self.k, self.temperature, self.eos, self.pad
 
     def __call__(
         self, beam: Hypotheses, scores: Tensor, streams: Streams
@@ -223,7 +233,7 @@ class _Step:
         token = selection.index % candidates.shape[-1]
         was_finished = beam.finished.gather(-1, parent)
         token = torch.where(was_finished | ~selection.present, self.pad, token)
-        ended = (token[..., None] == self.eos).any(-1)
+        ended = (token[..., None] == _lasting(self.eos, token.device)).any(-1)
         goes_on = selection.present & ~was_finished & ~ended
         stopped = self.rows.stops(parent, token, goes_on)
         if stopped is not None:
@@ -252,6 +262,12 @@ class _Step:
             joint=joint,
             entropy=entropy,
         )
+
+
+@functools.cache
+def _lasting(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """As a tensor that is never freed, because recorded steps go on reading it."""
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
 
 
 def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:

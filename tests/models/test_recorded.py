@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import BartConfig, BartForConditionalGeneration, LogitsProcessor
+from transformers import LogitsProcessor
 
 from cpsbs import TransformersModel
 from cpsbs.models import recorded, workspace
-from tests.models.tiny import EOS, MODELS, PAD, make, prompts
+from tests.models.tiny import MODELS, make, prompts
 
 V, K = 30, 3
-NAMES = [*MODELS, "bart"]
+NAMES = list(MODELS)
 DEVICES = [
     "cpu",
     pytest.param(
@@ -39,32 +39,9 @@ def _fixed_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def bart() -> Any:
-    settings: dict[str, Any] = {"bos_token_id": 2, "forced_eos_token_id": None}
-    config = BartConfig(
-        vocab_size=V,
-        d_model=32,
-        encoder_layers=2,
-        decoder_layers=2,
-        encoder_attention_heads=4,
-        decoder_attention_heads=4,
-        encoder_ffn_dim=48,
-        decoder_ffn_dim=48,
-        max_position_embeddings=128,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-        decoder_start_token_id=EOS,
-        init_std=0.4,
-        **settings,
-    )
-    torch.manual_seed(0)
-    return BartForConditionalGeneration(config).eval()
-
-
 def build(name: str, device: str = "cpu", dtype: torch.dtype = torch.float64) -> Any:
     """In float64, so that other orders of summation do not show."""
-    model = bart() if name == "bart" else make(name)
-    return model.to(device=device, dtype=dtype)
+    return make(name).to(device=device, dtype=dtype)
 
 
 class Pair:

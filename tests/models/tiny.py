@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -52,25 +54,38 @@ def gpt2(vocab_size: int = 30) -> Any:
     )
 
 
+ENCODER_DECODER: dict[str, Any] = {
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 64,
+    "eos_token_id": EOS,
+    "pad_token_id": PAD,
+    "forced_eos_token_id": EOS,
+    "init_std": 0.4,
+}
+
+
 def marian(vocab_size: int = 30) -> Any:
     return MarianMTModel(
         MarianConfig(
             vocab_size=vocab_size,
             decoder_vocab_size=vocab_size,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=48,
-            decoder_ffn_dim=48,
-            max_position_embeddings=64,
-            eos_token_id=EOS,
-            pad_token_id=PAD,
             decoder_start_token_id=PAD,
-            forced_eos_token_id=EOS,
-            init_std=0.4,
+            **ENCODER_DECODER,
         )
+    )
+
+
+def bart(vocab_size: int = 30) -> Any:
+    """Unlike Marian it learns its positions."""
+    settings: dict[str, Any] = {"vocab_size": vocab_size, "bos_token_id": 2}
+    return BartForConditionalGeneration(
+        BartConfig(decoder_start_token_id=EOS, **settings, **ENCODER_DECODER)
     )
 
 
@@ -92,7 +107,7 @@ def t5(vocab_size: int = 30) -> Any:
     )
 
 
-MODELS = {"llama": llama, "gpt2": gpt2, "marian": marian, "t5": t5}
+MODELS = {"llama": llama, "gpt2": gpt2, "marian": marian, "bart": bart, "t5": t5}
 
 
 def make(name: str, vocab_size: int = 30, seed: int = 0) -> Any:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -32,7 +32,10 @@ from cpsbs.polynomials.chunks import Chunks
 
 @dataclass(frozen=True)
 class _Tables:
-    """What depends on K and N alone: the circle, padded to POINTS."""
+    """What depends on K and N alone: the circle, padded to POINTS.
+
+    Never freed, because graphs go on reading it.
+    """
 
     cosines: Tensor
     sines: Tensor
@@ -47,7 +50,7 @@ class _Tables:
     """[TERMS, TERMS] C(m − 1, j − 1)"""
 
     @staticmethod
-    @lru_cache(maxsize=64)
+    @cache
     def of(k: int, n: int, device: torch.device) -> _Tables:
         circle = Circle.of(alias_free(k, n), k, device)
         count = len(circle.theta)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 import triton
@@ -81,7 +81,10 @@ def log_total(maxima: Tensor, sums: Tensor, temperature: float) -> Tensor:
     return out
 
 
-@lru_cache(maxsize=64)
+@cache
 def host_number(value: float, device: torch.device) -> Tensor:
-    """[1] float64; as arguments kernels get numbers in float32."""
+    """[1] float64; as arguments kernels get numbers in float32.
+
+    It is never freed, because graphs go on reading it.
+    """
     return torch.tensor([value], dtype=torch.float64, device=device)

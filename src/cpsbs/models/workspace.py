@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
-import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -20,10 +18,9 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from cpsbs.models.attention import one_query_attention
 from cpsbs.models.reorder import kernel_works, reorder
+from cpsbs.recording import captured
 
 log = logging.getLogger("cpsbs")
-
-_RECORDING = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -163,8 +160,7 @@ class Workspace:
         graph = None
         try:
             if self.shape.device.type == "cuda":
-                with _RECORDING:
-                    graph = self._captured(model, window)
+                graph = self._captured(model, window)
             else:
                 with _NoWaiting():
                     self._compute(model, window)
@@ -179,32 +175,9 @@ class Workspace:
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
         kernel_works(self.shape.device)  # Known from here on: finding out waits for the device.
-        current = torch.cuda.current_stream()
-        aside = _stream_beside(current)
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside), _NoWaiting():
-            self._compute(model, window)
-        current.wait_stream(aside)
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may go on meanwhile.
-        mode = "thread_local"
-        try:
-            with torch.cuda.graph(graph, pool=self.pool, stream=aside, capture_error_mode=mode):
-                self._compute(model, window)
-        except Exception as error:
-            # A recording that has failed leaves torch's generator in its middle; a copy is not.
-            generator: Any = torch.cuda.default_generators[current.device.index]
-            generator.graphsafe_set_state(generator.clone_state())
-            # Its end may fail too, with another error.
-            if isinstance(error.__context__, torch.OutOfMemoryError):
-                raise error.__context__ from None
-            raise
-        finally:
-            # Where recording fails, torch stays on the other stream.
-            torch.cuda.set_stream(current)
-        return graph
+        return captured(lambda: self._compute(model, window), self.pool, _NoWaiting())
 
     def _reorder(self, window: int) -> None:
         """Rows go on from their parents; what they have in common already stays where it is."""
@@ -336,10 +309,3 @@ def rung(n: int) -> int:
 def ladder(n: int, unit: int) -> int:
     """The smallest of those, times the unit, that is not below n."""
     return unit * rung(math.ceil(n / unit))
-
-
-@functools.cache
-def _stream_beside(stream: Any) -> Any:
-    """The stream on which graphs for this one are recorded, with the scratch memory it keeps."""
-    make: Any = torch.cuda.Stream
-    return make(stream.device)
