@@ -75,10 +75,18 @@ def test_too_little_memory_names_what_to_try() -> None:
 
 
 def test_a_trail_leads_back() -> None:
-    """Two sources; the second leaves after two steps and goes on by padding."""
-    trail = Trail(2, 2, pad=9, device=torch.device("cpu"))
+    """The second source leaves after two steps; another one then begins in the place of the first.
+
+    What it finds there of its predecessor is not its own.
+    """
+    trail = Trail(2, 2, pad=9, device=torch.device("cpu"), steps=3)
     both = torch.tensor([0, 1])
     trail.append(both, torch.tensor([[0, 0], [0, 0]]), torch.tensor([[1, 2], [3, 4]]))
     trail.append(both, torch.tensor([[1, 0], [1, 1]]), torch.tensor([[5, 6], [7, 8]]))
+    assert trail.sequences(both[1:], [2]).tolist() == [[[4, 7], [4, 8]]]
     trail.append(both[:1], torch.tensor([[0, 0]]), torch.tensor([[1, 3]]))
-    assert trail.sequences().tolist() == [[[2, 5, 1], [2, 5, 3]], [[4, 7, 9], [4, 8, 9]]]
+    assert trail.sequences(both[:1], [3]).tolist() == [[[2, 5, 1], [2, 5, 3]]]
+    trail.begin(both[:1], torch.tensor([[0, 0]]), torch.tensor([[4, 5]]))
+    trail.append(both[:1], torch.tensor([[1, 1]]), torch.tensor([[6, 7]]))
+    found = trail.sequences(both, [2, 3]).tolist()
+    assert found == [[[5, 6, 9], [5, 7, 9]], [[7, 9, 9], [8, 9, 9]]]

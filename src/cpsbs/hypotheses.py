@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -85,30 +87,43 @@ class Hypotheses:
 
 
 class Trail:
-    """The parents and tokens of every step, from which sequences are read backwards.
+    """The parents and tokens of the last steps, from which sequences are read backwards.
 
-    A source that is no longer in the search goes on as it is, by padding.
+    ``slots`` is how many sources there are at first, and ``steps`` the most that one may take. A
+    source that is no longer in the search goes on as it is, by padding.
     """
 
-    def __init__(self, sources: int, k: int, pad: int, device: torch.device) -> None:
-        self._sources = sources
-        self._itself = torch.arange(k, device=device).expand(sources, k)
-        self._padding = torch.full((sources, k), pad, dtype=torch.int64, device=device)
-        self._steps: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, slots: int, k: int, pad: int, device: torch.device, steps: int) -> None:
+        self._pad = pad
+        self._itself = torch.arange(k, device=device).expand(slots, k)
+        self._padding = torch.full((slots, k), pad, dtype=torch.int64, device=device)
+        self._steps = deque[tuple[Tensor, Tensor]](maxlen=steps)
 
-    def append(self, source: Tensor, parent: Tensor, token: Tensor) -> None:
-        """One step: hypotheses [b, K] of the sources [b] extend their parents by a token each."""
-        if len(source) < self._sources:
-            parent = self._itself.index_copy(0, source, parent)
-            token = self._padding.index_copy(0, source, token)
+    def append(self, slot: Tensor, parent: Tensor, token: Tensor) -> None:
+        """One step: hypotheses [b, K] in the slots [b] extend their parents by a token each."""
+        if len(slot) < len(self._itself):
+            parent = self._itself.index_copy(0, slot, parent)
+            token = self._padding.index_copy(0, slot, token)
         else:
             parent, token = parent.clone(), token.clone()
         self._steps.append((parent, token))
 
-    def sequences(self) -> Tensor:
-        """[B, K, T] tokens of all sources."""
-        place, tokens = self._itself, list[Tensor]()
-        for parent, token in reversed(self._steps):
-            tokens.append(token.gather(-1, place))
-            place = parent.gather(-1, place)
-        return torch.stack(tokens[::-1], dim=-1)
+    def begin(self, slot: Tensor, parent: Tensor, token: Tensor) -> None:
+        """In these slots [n] the last step was the first one of other sources."""
+        for own, given in zip(self._steps[-1], (parent, token), strict=True):
+            own.index_copy_(0, slot, given)
+
+    def sequences(self, slot: Tensor, steps: Sequence[int]) -> Tensor:
+        """[n, K, T] tokens of the hypotheses in these slots [n], each after so many steps."""
+        most = max(steps)
+        place, tokens = self._itself[slot], list[Tensor]()
+        for parent, token in islice(reversed(self._steps), most):
+            tokens.append(token[slot].gather(-1, place))
+            place = parent[slot].gather(-1, place)
+        backwards = torch.stack(tokens, dim=-1)
+        if min(steps) == most:
+            return backwards.flip(-1)
+        count = torch.tensor(steps, device=slot.device)[:, None, None]
+        at = count - 1 - torch.arange(most, device=slot.device)
+        found = backwards.gather(-1, at.clamp(min=0).expand_as(backwards))
+        return torch.where(at < 0, self._pad, found)

@@ -78,6 +78,16 @@ class Streams:
             return Streams(chosen, len(chosen), self._device)
         return self
 
+    def put(self, rows: Sequence[int], others: Streams) -> None:
+        """Let these rows have the streams of others; all are separate."""
+        if self.counters is not None and others.counters is not None:
+            at = torch.tensor(rows, dtype=torch.int64, device=self._device)
+            self.counters.seeds.index_copy_(0, at, others.counters.seeds)
+            self.counters.counts.index_copy_(0, at, others.counters.counts)
+        elif isinstance(self.generator, Sequence) and isinstance(others.generator, Sequence):
+            mine = dict(enumerate(self.generator)) | dict(zip(rows, others.generator, strict=True))
+            self.generator = list(mine.values())
+
     def copy(self) -> Streams:
         """The same streams, which from here on go on by themselves; of counters only."""
         assert self.counters is not None

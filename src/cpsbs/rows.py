@@ -42,6 +42,8 @@ class Rows(Protocol):
 
     latest: Tensor
     """[rows, V] what the model said last."""
+    takes_others: bool
+    """Whether sources of other models may be able to take places here."""
 
     def scores(self, beam: Hypotheses) -> Tensor:
         """[b, P, V] scores of the next token.
@@ -66,6 +68,14 @@ class Rows(Protocol):
         """Only these sources [b'] go on."""
         ...
 
+    def admits(self, model: SequenceModel) -> bool:
+        """Whether the sources of another model, which has begun, can take places here."""
+        ...
+
+    def join(self, places: Tensor, model: SequenceModel) -> None:
+        """The sources of another model take these places [n]; they have no row but one each."""
+        ...
+
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
     ) -> RecordedStep | None:
@@ -75,14 +85,11 @@ class Rows(Protocol):
         ...
 
 
-def rows_of(model: SequenceModel, k: int, roots: int, max_length: int) -> Rows:
-    """The rows of a search that begins, with ``roots`` hypotheses for each source."""
-    scores = model.start()
-    if scores.shape != (model.sources, model.vocab_size):
-        raise ValueError(
-            f"model.start() returned the shape {list(scores.shape)}; "
-            f"it must be [sources, V] = {[model.sources, model.vocab_size]}"
-        )
+def rows_of(model: SequenceModel, scores: Tensor, k: int, roots: int, max_length: int) -> Rows:
+    """The rows of a search that begins, with ``roots`` hypotheses for each source.
+
+    ``scores`` [sources, V] are those of the first token.
+    """
     fix: Any = getattr(model, "fix_rows", None)
     if fix is not None and max_length > 1 and fix(k, max_length - 1):
         return FixedRows(model, scores, roots, k)
@@ -91,6 +98,8 @@ def rows_of(model: SequenceModel, k: int, roots: int, max_length: int) -> Rows:
 
 class FreeRows:
     """The rows are the hypotheses that go on; they change at every step."""
+
+    takes_others = False
 
     def __init__(self, model: SequenceModel, scores: Tensor, roots: int) -> None:
         self._model, self.latest = model, scores
@@ -135,6 +144,14 @@ class FreeRows:
         """The model forgets rows that nobody extends."""
         self._row = self._row[sources]
 
+    def admits(self, model: SequenceModel) -> bool:
+        """Nothing waits for rows to be there."""
+        return False
+
+    def join(self, places: Tensor, model: SequenceModel) -> None:
+        """Is not asked for."""
+        raise ValueError("these rows take no others")
+
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
     ) -> RecordedStep | None:
@@ -148,6 +165,7 @@ class FixedRows:
     def __init__(self, model: Any, scores: Tensor, roots: int, k: int) -> None:
         self._model, self.latest, self._roots, self._k = model, scores, roots, k
         self._begins = True
+        self.takes_others = hasattr(model, "admits")
 
     def looks(self, step: int) -> bool:
         """Now and then."""
@@ -175,6 +193,16 @@ class FixedRows:
     def keep(self, sources: Tensor) -> None:
         """The model moves them together."""
         self._model.keep_sources(sources)
+
+    def admits(self, model: SequenceModel) -> bool:
+        """If they are of one kind."""
+        own: Any = self._model
+        alike = (own.eos, own.pad, own.vocab_size) == (model.eos, model.pad, model.vocab_size)
+        return alike and bool(own.admits(model))
+
+    def join(self, places: Tensor, model: SequenceModel) -> None:
+        """The model copies what they hold."""
+        self._model.join(places, model)
 
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams

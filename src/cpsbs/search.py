@@ -6,30 +6,27 @@ the business of ``rows``.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpsbs import kernels
-from cpsbs.beams import Beams, Step
+from cpsbs.beams import Beams
 from cpsbs.designs import Candidates, Design, Selection, design_named
-from cpsbs.hypotheses import Hypotheses, Trail
+from cpsbs.hypotheses import Hypotheses
 from cpsbs.models.base import SequenceModel
 from cpsbs.polynomials.chunks import beam_chunk_length, read
 from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
-from cpsbs.recording import RecordedStep
-from cpsbs.rows import Rows, rows_of
-
-NOT_NUMBERS = "the model's scores of a prefix are NaN, inf, or all -inf"
+from cpsbs.rows import Rows
+from cpsbs.runs import NOT_NUMBERS, Plan, Run, Task, Tasks, collected
 
 
-@torch.no_grad()
 def search(
     model: SequenceModel,
     k: int,
@@ -63,100 +60,127 @@ def search(
         entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
         path: keep every step.
     """
+    if generator is None or isinstance(generator, torch.Generator):
+        generator = fresh_seed(generator)
+    generators = generator if isinstance(generator, int) else [generator]
+    found = search_each(
+        [model],
+        k,
+        design,
+        max_length=max_length,
+        temperature=temperature,
+        nucleus=nucleus,
+        generator=generators,
+        joint=joint,
+        entropy=entropy,
+        path=path,
+    )
+    return next(found)
+
+
+def search_each(
+    models: Iterable[SequenceModel],
+    k: int,
+    design: str | Design = "conditional-poisson",
+    *,
+    max_length: int,
+    temperature: float = 1.0,
+    nucleus: float | None = None,
+    generator: int | Iterable[Sequence[torch.Generator]] | None = None,
+    joint: bool = False,
+    entropy: bool = False,
+    path: bool = False,
+) -> Iterator[Beams]:
+    """``search`` for many models, one after the other; the beams come in their order.
+
+    On a GPU the sources of the next models take the places of sources that have ended, as soon as
+    there are as many as the next model has, so that a long list goes through without gaps. It
+    should hold one transformers model with inputs that get shorter, the first ones as many as the
+    memory has room for, the others fewer at a time.
+
+    Args:
+        models: made when there is room for them.
+        k: K ≥ 1.
+        design: by name or as an object.
+        max_length: T.
+        temperature: τ.
+        nucleus: truncation, if any.
+        generator: a seed, from which all sources, counted through, get a stream each; or the
+            generators of the sources for each model.
+        joint: keep joint inclusion probabilities.
+        entropy: keep entropies.
+        path: keep every step.
+    """
     chosen = design_named(design)
     check_settings(k, max_length, temperature, nucleus)
-    if not hasattr(model, "start"):
-        raise ValueError(
-            f"model is a {type(model).__name__}, which has no start(); "
-            "a model of transformers goes into TransformersModel(model, **inputs)"
-        )
-    seed = None
-    if not isinstance(generator, Sequence):
-        # A seed for all, from which each source gets a stream of its own.
-        seed = generator if isinstance(generator, int) else fresh_seed(generator)
-        generator = split_seed(seed, model.sources, model.device)
+    step = partial(_Step.of, chosen, k, temperature, nucleus, joint)
+    plan = Plan(chosen, k, max_length, step, joint, entropy, path)
+    seed = fresh_seed(None) if generator is None else generator
     settings = {
         "design": repr(chosen),
         "k": k,
         "temperature": temperature,
         "nucleus": nucleus,
         "max_length": max_length,
-        "seed": seed,
-        "model": getattr(model, "name", type(model).__name__),
+        "seed": seed if isinstance(seed, int) else None,
     }
-    streams = Streams(generator, model.sources, model.device)
-    on_cuda = torch.device(model.device).type == "cuda"
-    try:
-        with torch.cuda.device(model.device) if on_cuda else nullcontext():
-            return _search(model, k, chosen, max_length, settings, streams, joint, entropy, path)
-    except torch.OutOfMemoryError as error:
-        fewer = max(1, model.sources // 2)
-        raise torch.OutOfMemoryError(
-            f"the GPU's memory is too small for {model.sources} sources with k = {k}; "
-            f"try {fewer} at a time ({error})"
-        ) from error
+    return _beams(Tasks(_tasks(models, seed, settings)), plan)
 
 
-def _search(
-    model: SequenceModel,
-    k: int,
-    design: Design,
-    max_length: int,
+def _tasks(
+    models: Iterable[SequenceModel],
+    generator: int | Iterable[Sequence[torch.Generator]],
     settings: Mapping[str, Any],
-    streams: Streams,
-    joint: bool,
-    entropy: bool,
-    path: bool,
-) -> Beams:
-    """The recursion itself."""
-    source = torch.arange(model.sources, device=model.device)
-    beam = Hypotheses.first(design, k, streams, source, joint, entropy)
-    rows = rows_of(model, k, design.roots(k), max_length)
-    take = _Step(
-        design,
-        k,
-        settings["temperature"],
-        settings["nucleus"],
-        joint,
-        rows,
-        tuple(model.eos),
-        model.pad,
-    )
-    trail = Trail(model.sources, k, model.pad, model.device)
-    recorded: RecordedStep | None = None
-    broken = torch.zeros((), dtype=torch.bool, device=model.device)
-    steps: list[Step] = []
-    done: list[Hypotheses] = []
-    for number in range(max_length):
-        last = number + 1 == max_length
-        looks = last or rows.looks(number)
-        if recorded is None and number > 0 and take.recordable and not path:
-            recorded = rows.recorded(take, (take.key, entropy), beam, streams)
-        if recorded is None:
-            selection, beam, parent, wrong = take.with_selection(beam, rows.scores(beam), streams)
-            broken |= wrong
-            if path:
-                steps.append(_as_step(beam, selection, parent))
+) -> Iterator[Task]:
+    """The models with their streams of random numbers."""
+    given = None if isinstance(generator, int) else iter(generator)
+    count = 0
+    for model in models:
+        if not hasattr(model, "start"):
+            raise ValueError(
+                f"model is a {type(model).__name__}, which has no start(); "
+                "a model of transformers goes into TransformersModel(model, **inputs)"
+            )
+        if isinstance(generator, int):
+            numbers = range(count, count + model.sources)
+            own: Sequence[torch.Generator] = split_seed(generator, numbers, model.device)
+            count += model.sources
         else:
-            parent = recorded.run(rows.latest)
-            beam, streams, broken = recorded.beam, recorded.streams, recorded.broken
-        trail.append(beam.source, parent, beam.token)
-        if looks:
-            if bool(broken):
-                raise ValueError(NOT_NUMBERS)
-            going = beam.open.any(-1)
-            left = going.nonzero()[:, 0]
-            if rows.worth_dropping(len(left), len(going)):
-                done.append(beam.of((~going).nonzero()[:, 0]))
-                beam, parent, streams = beam.of(left), parent[left], streams.select(left)
-                rows.keep(left)
-                recorded = None
-            if len(left) == 0:
-                break
-        if not last:
-            rows.advance(parent, beam)
-    done.append(beam)
-    return _collected(done, trail, design, model.pad, settings, tuple(steps) if path else None)
+            assert given is not None
+            own = next(given)
+        name = getattr(model, "name", type(model).__name__)
+        streams = Streams(own, model.sources, model.device)
+        yield Task(model, streams, {**settings, "model": name})
+
+
+@torch.no_grad()
+def _beams(tasks: Tasks, plan: Plan) -> Iterator[Beams]:
+    """Of every task, in their order."""
+    first = tasks.next()
+    if first is None:
+        return
+    on_cuda = torch.device(first.model.device).type == "cuda"
+    progress = _progress(tasks, plan)
+    goes_on = True
+    while goes_on:
+        try:
+            with torch.cuda.device(first.model.device) if on_cuda else nullcontext():
+                goes_on = next(progress, False)
+                found = [collected(task, plan) for task in tasks.done()]
+        except torch.OutOfMemoryError as error:
+            sources = first.model.sources
+            raise torch.OutOfMemoryError(
+                f"the GPU's memory is too small for {sources} sources with k = {plan.k}; "
+                f"try {max(1, sources // 2)} at a time ({error})"
+            ) from error
+        yield from found
+
+
+def _progress(tasks: Tasks, plan: Plan) -> Iterator[bool]:
+    """True whenever some sources are through."""
+    while tasks.next() is not None:
+        for _ in Run(plan, tasks.begin()).go(tasks):
+            yield True
 
 
 def check_settings(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
@@ -183,6 +207,20 @@ class _Step:
     rows: Rows
     eos: tuple[int, ...]
     pad: int
+
+    @classmethod
+    def of(
+        cls,
+        design: Design,
+        k: int,
+        temperature: float,
+        nucleus: float | None,
+        joint: bool,
+        rows: Rows,
+        model: SequenceModel,
+    ) -> _Step:
+        """For the rows of a model."""
+        return cls(design, k, temperature, nucleus, joint, rows, tuple(model.eos), model.pad)
 
     @property
     def recordable(self) -> bool:
@@ -264,7 +302,7 @@ class _Step:
         )
 
 
-@functools.cache
+@cache
 def _lasting(tokens: tuple[int, ...], device: torch.device) -> Tensor:
     """As a tensor that is never freed, because recorded steps go on reading it."""
     return torch.tensor(tokens, dtype=torch.int64, device=device)
@@ -282,57 +320,3 @@ def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tens
     before = ordered.cumsum(-1) - ordered
     keep = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < nucleus)
     return scores.masked_fill(~keep, -math.inf)
-
-
-def _as_step(beam: Hypotheses, selection: Selection, parent: Tensor) -> Step:
-    present, inclusion = selection.present, selection.log_inclusion
-    return Step(beam.source, parent, beam.token, present, beam.log_prob, inclusion)
-
-
-def _collected(
-    done: list[Hypotheses],
-    trail: Trail,
-    design: Design,
-    pad: int,
-    settings: Mapping[str, Any],
-    path: tuple[Step, ...] | None,
-) -> Beams:
-    """All sources in their order, the hypotheses of each by probability."""
-    order = torch.cat([part.source for part in done]).argsort()
-
-    def joined(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in done])[order]
-
-    log_prob, present, length = joined("log_prob"), joined("present"), joined("length")
-    known = done[0].log_inclusion is not None
-    state = {name: torch.cat([p.state[name] for p in done])[order] for name in done[0].state}
-    log_inclusion, log_weight = design.log_weight(
-        log_prob, joined("log_inclusion") if known else None, state
-    )
-    rank = log_prob.argsort(dim=-1, descending=True, stable=True)
-
-    def ranked(x: Tensor) -> Tensor:
-        return x.gather(1, rank[(...,) + (None,) * (x.ndim - 2)].expand(-1, -1, *x.shape[2:]))
-
-    def where_present(x: Tensor | None) -> Tensor | None:
-        return None if x is None else ranked(torch.where(present, x, -math.inf))
-
-    pairs = None
-    if all(part.joint is not None for part in done):
-        pairs = ranked(joined("joint"))
-        pairs = pairs.gather(2, rank[:, None, :].expand_as(pairs))
-    return Beams(
-        sequences=ranked(trail.sequences())[..., : max(1, int(length.max()))],
-        lengths=ranked(length),
-        finished=ranked(joined("finished")),
-        present=ranked(present),
-        log_prob=ranked(log_prob),
-        log_inclusion=where_present(log_inclusion),
-        log_weight=where_present(log_weight),
-        design=design.name,
-        pad=pad,
-        joint_log_inclusion=pairs,
-        entropy=None if done[0].entropy is None else ranked(joined("entropy")),
-        path=path,
-        settings=settings,
-    )

@@ -7,8 +7,9 @@ model.texts(beams)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from cpsbs.extras import required
 from cpsbs.inclusion import Models
 from cpsbs.models.transformers import TransformersModel
 from cpsbs.randomness import fresh_seed, split_seed
-from cpsbs.search import search
+from cpsbs.search import search_each
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The models that come with the package, a folder each."""
@@ -119,28 +120,69 @@ class TextModel:
             entropy: keep the entropies of the steps, for the Rao–Blackwellised entropy.
             path: keep every step.
         """
-        if isinstance(texts, str):
-            raise ValueError("texts is one text; it must be a list of them: [text]")
-        texts = list(texts)
-        if max_length is None:
-            max_length = self.usual_length
-        self._check(texts, max_length)
-        if seed is None:
-            seed = fresh_seed(None)
-        numbers = range(len(texts)) if streams is None else streams
-        beams = search(
-            self.sequence_model(texts),
+        return next(
+            self.beams_each(
+                [texts],
+                k,
+                design,
+                max_length=max_length,
+                temperature=temperature,
+                nucleus=nucleus,
+                seed=seed,
+                streams=None if streams is None else [streams],
+                joint=joint,
+                entropy=entropy,
+                path=path,
+            )
+        )
+
+    def beams_each(
+        self,
+        batches: Iterable[Sequence[str]],
+        k: int = 10,
+        design: str | Design = "conditional-poisson",
+        *,
+        max_length: int | None = None,
+        temperature: float = 1.0,
+        nucleus: float | None = None,
+        seed: int | None = None,
+        streams: Iterable[Sequence[int]] | None = None,
+        joint: bool = False,
+        entropy: bool = False,
+        path: bool = False,
+    ) -> Iterator[Beams]:
+        """``beams`` for one batch of texts after the other, in their order.
+
+        On a GPU the texts of later batches take the places of texts that are through (see
+        ``search_each``): give the longest texts first, and after the first batch smaller ones.
+        Without ``streams`` the texts are counted through.
+        """
+        length = self.usual_length if max_length is None else max_length
+        chosen = fresh_seed(None) if seed is None else seed
+        texts, to_number = tee(batches)
+        numbers = _counted_through(to_number) if streams is None else streams
+
+        def models() -> Iterator[TransformersModel]:
+            for batch in texts:
+                if isinstance(batch, str):
+                    raise ValueError("texts is one text; it must be a list of them: [text]")
+                self._check(batch, length)
+                yield self.sequence_model(batch)
+
+        found = search_each(
+            models(),
             k,
             design,
-            max_length=max_length,
+            max_length=length,
             temperature=temperature,
             nucleus=nucleus,
-            generator=split_seed(seed, numbers, self.model.device),
+            generator=(split_seed(chosen, own, self.model.device) for own in numbers),
             joint=joint,
             entropy=entropy,
             path=path,
         )
-        return replace(beams, settings={**beams.settings, "seed": seed})
+        for beams in found:
+            yield replace(beams, settings={**beams.settings, "seed": chosen})
 
     def sequence_model(self, texts: Sequence[str]) -> TransformersModel:
         """What the search asks for next tokens: the model with these texts, for one search."""
@@ -191,6 +233,14 @@ class TextModel:
             raise ValueError("texts is empty; it must hold at least one text")
         for i, reason in self.unusable(texts, max_length).items():
             raise ValueError(f"texts[{i}] {reason}")
+
+
+def _counted_through(batches: Iterable[Sequence[str]]) -> Iterator[range]:
+    """The numbers of the texts."""
+    first = 0
+    for batch in batches:
+        yield range(first, first + len(batch))
+        first += len(batch)
 
 
 def load(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from rich.console import Console
@@ -24,19 +24,30 @@ WINDOW = 64
 """Batches whose texts are sorted by length together. Results of a window come in any order."""
 
 
-def batches(lengths: Sequence[int], numbers: Sequence[int], size: int) -> Iterator[list[int]]:
-    """Numbers of texts, ``size`` at a time, alike in length."""
+Work = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
+"""From batches of numbers of texts to the records of each batch, in their order."""
+
+
+def batches(
+    lengths: Sequence[int], numbers: Sequence[int], size: int, refill: int
+) -> Iterator[list[int]]:
+    """Numbers of texts, the longest first, so that a batch's are alike in length.
+
+    First ``size`` of them, then ``refill`` at a time, to take the places of those that are through.
+    """
     for begin in range(0, len(numbers), WINDOW * size):
         window = sorted(numbers[begin : begin + WINDOW * size], key=lambda i: -lengths[i])
-        for first in range(0, len(window), size):
-            yield window[first : first + size]
+        yield window[:size]
+        for first in range(size, len(window), refill):
+            yield window[first : first + refill]
 
 
 def go_through(
-    work: Callable[[list[int]], list[Record]],
+    work: Work,
     lengths: Sequence[int],
     numbers: Sequence[int],
     size: int,
+    refill: int,
     sink: Sink,
     progress: bool,
 ) -> None:
@@ -47,19 +58,18 @@ def go_through(
     """
     with progress_bar(progress and len(numbers) > size) as bar:
         task = bar.add_task("", total=len(numbers), completed=len(sink.done))
-        for batch in batches(lengths, numbers, size):
-            missing = [i for i in batch if i not in sink.done]
-            if not missing:
-                continue
-            try:
-                records = work(batch)
-            except torch.OutOfMemoryError as error:
-                raise ValueError(
-                    f"the GPU's memory is too small for --batch-size {size}; "
-                    f"try --batch-size {max(1, size // 4)}"
-                ) from error
-            sink.write([r for r in records if r["number"] in missing])
-            bar.advance(task, len(missing))
+        done = set(sink.done)
+        every = batches(lengths, numbers, size, refill)
+        try:
+            for records in work(batch for batch in every if not done.issuperset(batch)):
+                new = [r for r in records if r["number"] not in done]
+                sink.write(new)
+                bar.advance(task, len(new))
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"the GPU's memory is too small for --batch-size {size}; "
+                f"try --batch-size {max(1, size // 4)}"
+            ) from error
 
 
 class _Rate(ProgressColumn):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
+from itertools import tee
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -104,9 +107,11 @@ def sample(
         loaded = quiet_load(model, device, dtype, trust_remote_code)
         draw = drawing(loaded, k, chosen, temperature, nucleus, max_length, seed)
 
-        def work(numbers: list[int]) -> list[Record]:
-            beams = draw.beams(loaded, found, numbers)
-            return sampled(beams, loaded, found, numbers, references)
+        def work(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
+            to_draw, to_tell = tee(batches)
+            drawn = draw.beams_each(loaded, found, to_draw)
+            for numbers, beams in zip(to_tell, drawn, strict=True):
+                yield sampled(beams, loaded, found, numbers, references)
 
         show, more = shown(json_lines, tables.beam), {"command": "sample"}
         Task(draw, loaded, found, references, work, batch_size, skip, output, show, more).run()
@@ -171,7 +176,7 @@ def estimate_command(
         loaded = quiet_load(model, device, dtype, trust_remote_code)
         draw = drawing(loaded, k, chosen, temperature, nucleus, max_length, seed)
 
-        def work(numbers: list[int]) -> list[Record]:
+        def estimates(numbers: list[int]) -> list[Record]:
             joint = repeats == 1 and k > 1 and not in_hindsight
             entropy = function is Function.entropy and not plain
             several = [
@@ -206,6 +211,7 @@ def estimate_command(
         more: Record = {"command": "estimate", "function": function, "estimator": estimator}
         more |= {"runs": runs, "repeats": repeats, "plain": plain}
         show = shown(json_lines, lambda record: f"{record['number'] + 1}: {record['line']}")
+        work = partial(map, estimates)
         Task(draw, loaded, found, references, work, batch_size, skip, output, show, more).run()
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from itertools import tee
 from typing import Any
 
 import torch
@@ -32,15 +34,22 @@ class Draw:
 
     def beams(self, model: TextModel, texts: list[str], numbers: list[int], **keep: Any) -> Beams:
         """Of some of the texts; each has its own stream of random numbers, by its number."""
-        return model.beams(
-            [texts[i] for i in numbers],
+        return next(self.beams_each(model, texts, [numbers], **keep))
+
+    def beams_each(
+        self, model: TextModel, texts: list[str], batches: Iterable[list[int]], **keep: Any
+    ) -> Iterator[Beams]:
+        """The same for some of the texts after the other."""
+        numbers, again = tee(batches)
+        return model.beams_each(
+            ([texts[i] for i in batch] for batch in numbers),
             self.k,
             self.design,
             max_length=self.max_length,
             temperature=self.temperature,
             nucleus=self.nucleus,
             seed=self.seed,
-            streams=numbers,
+            streams=again,
             **keep,
         )
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cpsbs import __version__
-from cpsbs.cli.batches import go_through
+from cpsbs.cli.batches import Work, go_through
 from cpsbs.cli.draws import Draw
 from cpsbs.cli.inputs import refuse
 from cpsbs.cli.outputs import InOrder, Record, ResumableFile, Sink
@@ -63,8 +63,8 @@ class Task:
     model: TextModel
     texts: list[str]
     references: list[str] | None
-    work: Callable[[list[int]], list[Record]]
-    """From the numbers of some texts to a record for each."""
+    work: Work
+    """From batches of numbers of texts to their records."""
     batch_size: int
     skip: bool
     output: Path | None
@@ -118,7 +118,10 @@ class Task:
         # Progress and results on one terminal would get in each other's way.
         alone = self.output is not None or not sys.stdout.isatty()
         with closing(sink):
-            go_through(self.work, lengths, numbers, self.batch_size, sink, progress=alone)
+            size = self.batch_size
+            # On a GPU new texts join those that are not through, as soon as there is room.
+            refill = max(1, size // 4) if self.model.model.device.type == "cuda" else size
+            go_through(self.work, lengths, numbers, size, refill, sink, progress=alone)
             sink.finish()
 
 
