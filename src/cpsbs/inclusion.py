@@ -48,6 +48,8 @@ class Inclusion:
     method: str
     never: Tensor
     """[B, K] sequences that came up in none of the runs."""
+    log_runs: Tensor | None = None
+    """[B, K, M] what the runs said one by one, of hindsight importance sampling."""
 
     def __str__(self) -> str:
         missing = int(self.never.sum())
@@ -138,13 +140,14 @@ def hindsight_inclusion(
         assert drawn.log_inclusion is not None
         products.append(drawn.log_inclusion.amax(-1))
     log_product = torch.cat(products).view(-1, runs)
-    log_value = torch.full_like(beams.log_prob, math.nan)
-    log_value[source, place] = log_product.logsumexp(-1) - math.log(runs)
+    log_runs = beams.log_prob.new_full((*beams.log_prob.shape, runs), math.nan)
+    log_runs[source, place] = log_product
+    log_value = log_runs.logsumexp(-1) - math.log(runs)
     error = torch.full_like(log_value, math.nan)
     if runs > 1:
-        error[source, place] = log_product.exp().std(-1) / math.sqrt(runs)
+        error = log_runs.exp().std(-1) / math.sqrt(runs)
     never = torch.zeros_like(beams.present)
-    return Inclusion(log_value, error, runs, "hindsight importance sampling", never)
+    return Inclusion(log_value, error, runs, "hindsight importance sampling", never, log_runs)
 
 
 class Hindsight(DrawingDesign):

@@ -27,7 +27,7 @@ from cpsbs.models.table import TableModel
 from cpsbs.search import search
 from cpsbs.text import TextModel, load
 
-SEARCHES_AT_ONCE = 64
+SEARCHES_AT_ONCE = {"cpu": 64, "cuda": 512}
 """Of hindsight importance sampling."""
 
 
@@ -130,7 +130,9 @@ class Worker:
         beams = self._beams(cell, numbers, chosen)
         rows = []
         for b, (number, texts) in enumerate(zip(numbers, self.model.texts(beams), strict=True)):
-            scores = [sentence_bleu(text, self.subjects.references[number]) for text in texts]
+            reference = self.subjects.references[number]
+            score = {text: sentence_bleu(text, reference) for text in set(texts)}
+            scores = [score[text] for text in texts]
             rows.append(
                 {
                     "line": number,
@@ -212,14 +214,14 @@ def _hindsight_by_runs(
     models: Models, beams: Beams, most: int, seed: int
 ) -> list[tuple[int, torch.Tensor]]:
     """Log π^IS from the first M of independent runs, for M = 1, 2, 4, … up to ``most``."""
-    generator = torch.Generator(beams.log_prob.device).manual_seed(seed + 1)
-    products: list[torch.Tensor] = []
-    found = []
-    for m in range(1, most + 1):
-        one = hindsight_inclusion(
-            models, beams, 1, generator=generator, batch_size=SEARCHES_AT_ONCE
-        )
-        products.append(one.log_value)
-        if m & (m - 1) == 0:
-            found.append((m, torch.stack(products).logsumexp(0) - math.log(m)))
-    return found
+    device = beams.log_prob.device
+    found = hindsight_inclusion(
+        models,
+        beams,
+        most,
+        generator=torch.Generator(device).manual_seed(seed + 1),
+        batch_size=SEARCHES_AT_ONCE[device.type],
+    )
+    assert found.log_runs is not None
+    several = [m for m in range(1, most + 1) if m & (m - 1) == 0]
+    return [(m, found.log_runs[..., :m].logsumexp(-1) - math.log(m)) for m in several]

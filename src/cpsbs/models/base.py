@@ -16,8 +16,16 @@ from torch import Tensor
 class SequenceModel(Protocol):
     """A distribution over token sequences for each of some sources.
 
-    A model may also have a method ``stops(parent, token)``, which says [rows] which extensions end
-    there for another reason than their token, or returns None.
+    A model may also have
+
+    - ``stops(parent, token)``, which says [rows] which extensions end there for another reason than
+      their token, or returns None;
+    - ``fix_rows(k, steps)``: whether after ``start`` every source can have K rows, whose
+      hypotheses may have ended, for so many more tokens. Then ``step(parent, token)`` takes the
+      place of ``advance``, ``keep_sources(sources)`` drops the others, ``memo`` is a dictionary
+      that is kept as long as the buffers that ``step`` returns, and, if there are such methods,
+      ``admits(model)`` says whether the sources of another model can take places of its sources,
+      which ``join(places, model)`` does. See ``TransformersModel``.
     """
 
     sources: int
