@@ -1,11 +1,12 @@
 """A decoding step of fixed shape: on CUDA it is recorded once as a graph and then replayed.
 
 Every source has K rows. All that changes between steps lives in buffers: which row of its source
-each row continues, the new tokens, the position they stand at, masks, and the keys and values of
-all layers in one tensor. A step reorders these in place, writes the new ones at the position,
-which the device reads, and attends to the smallest of a few windows that holds them all. So the
-same kernels with the same arguments serve every step of a window, and a later search of the same
-shape only fills the buffers again.
+each row continues, the new tokens, the positions they stand at, masks, and the keys and values of
+all layers in one tensor. A step changes the table that says where the past of a row lies (or, for
+attention that cannot read this, moves the past itself), writes the new keys and values at the
+positions, which the device reads, and attends to the smallest of a few windows that holds them all.
+So the same kernels with the same arguments serve every step of a window, and a later search of the
+same shape only fills the buffers again.
 
 What a model computes this way is compared with what it computes the ordinary way before it is
 relied on; where they differ, or anything fails, the ordinary way is what remains.
@@ -128,7 +129,7 @@ class RecordedSteps:
         workspace.token[: self._sources].copy_(token)
         scores = workspace.run(self._model, self._length, strict=not self._kept.checked)
         self._length += 1
-        self._kept.by_table &= workspace.by_table
+        self._kept.by_table &= not workspace.gave_up_table
         return scores[: self._sources * self.k]
 
     @property

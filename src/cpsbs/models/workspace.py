@@ -55,6 +55,7 @@ class Workspace:
 
     def __init__(self, shape: Shape, by_table: bool) -> None:
         self.shape, self.busy, self.by_table = shape, False, by_table
+        self.gave_up_table = False
         rows = shape.sources * shape.k
         count, heads, dim = shape.states
         cross_count, cross_heads, cross_dim = shape.cross
@@ -208,6 +209,10 @@ class Workspace:
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
+        if self.logits.scores is None:
+            # This shows which operation makes the logits. The next time it is done another way,
+            # which has to run once before it is recorded, as everything has.
+            self._compute(model, window)
         return captured(lambda: self._compute(model, window), self.pool, _NoWaiting())
 
     def _compute(self, model: Any, window: int) -> None:
@@ -222,8 +227,9 @@ class Workspace:
                 self.logits.keep(logits)
                 return
             log.info("%s reads its cache itself; its rows are moved", type(model).__name__)
-            # They are where the parents say then.
+            # The table has gone on already: what it says is what the parents held.
             self._go_over_to_rows()
+            self.gave_up_table = True
         else:
             if self.shape.k > 1:
                 reorder(self.states, self.parent, self.clock.position, window)
