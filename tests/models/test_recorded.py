@@ -5,9 +5,6 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import os
-import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -18,7 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from cpsbs import TransformersModel
-from cpsbs.models import recorded, workspace
+from cpsbs.models import layers, recorded, workspace
 from tests.models.tiny import MODELS, make, prompts
 
 V, K = 30, 3
@@ -210,7 +207,7 @@ def wrong(model: Any, how: str) -> None:
 
     def other(*args: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         layer = kwargs["past_key_values"].layers[0]
-        if type(layer) is not workspace._Layer:
+        if not isinstance(layer, layers.RowLayer):
             return forward(*args, input_ids=input_ids, **kwargs)
         if how == "error":
             raise ValueError("no such thing")
@@ -317,71 +314,7 @@ def test_sizes_grow_by_steps() -> None:
     assert [workspace.ladder(n, 32) for n in (1, 32, 33, 97, 129)] == [32, 32, 64, 128, 192]
 
 
-KERNEL = """
-import torch
-from cpsbs.models.reorder import reorder_by_copy, reorder_by_kernel
-torch.manual_seed(0)
-for n, b, k, heads, capacity, dim, length in [
-    (2, 3, 5, 2, 32, 4, 7), (1, 2, 2, 1, 64, 8, 33),
-    (2, 1, 8, 2, 32, 6, 32), (1, 2, 99, 1, 32, 8, 9),
-]:
-    states = torch.randn(n, b * k, heads, capacity, dim)
-    parent = torch.randint(k, (b, k))
-    expected = states.clone()
-    reorder_by_copy(expected, parent, length)
-    reorder_by_kernel(
-        states, parent, torch.zeros_like(parent), torch.tensor([length]), capacity
-    )
-    assert torch.equal(states, expected)
-# What rows have in common need not move.
-k, heads, capacity, dim = 4, 1, 16, 2
-states = torch.zeros(1, 2 * k, heads, capacity, dim)
-shared = torch.zeros(2, k, k, dtype=torch.int64)
-for t in range(capacity):
-    parent = torch.randint(k, (2, k))
-    expected = states.clone()
-    reorder_by_copy(expected, parent, t)
-    since = shared.gather(2, parent[..., None])[..., 0]
-    reorder_by_kernel(states, parent, since, torch.tensor([t]), capacity)
-    assert torch.equal(states[:, :, :, :t], expected[:, :, :, :t])
-    down, across = parent[..., None].expand(-1, -1, k), parent[:, None, :].expand(-1, k, -1)
-    shared = torch.where(down == across, t, shared.gather(1, down).gather(2, across))
-    states[:, :, :, t] = torch.randn(1, 2 * k, heads, dim)
-print("same")
-"""
-
-
-def test_the_kernel_reorders_in_place() -> None:
-    """In Triton's interpreter, which has to be asked for before Triton is imported."""
-    pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.stdout == "same\n", done.stderr
-
-
 # ---------------------------------------------------------------------- only on a GPU
-
-
-@gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("k", [1, 2, 5, 100])
-def test_the_kernel_on_a_gpu(k: int, dtype: torch.dtype) -> None:
-    from cpsbs.models.reorder import kernel_works, reorder, reorder_by_copy
-
-    assert kernel_works(torch.device("cuda", torch.cuda.current_device()))
-    random = torch.Generator("cuda").manual_seed(0)
-    for length in (1, 31, 64, 150):
-        states = torch.randn(4, 7 * k, 3, 192, 64, device="cuda").to(dtype)
-        parent = torch.randint(k, (7, k), device="cuda", generator=random)
-        expected = states.clone()
-        reorder_by_copy(expected, parent, length)
-        for _ in range(3):
-            found = states.clone()
-            nothing = torch.zeros_like(parent)
-            reorder(found, parent, nothing, torch.tensor([length], device="cuda"), 192)
-            assert torch.equal(found, expected)
 
 
 @gpu

@@ -1,11 +1,12 @@
 """A decoding step of fixed shape: on CUDA it is recorded once as a graph and then replayed.
 
 Every source has K rows. All that changes between steps lives in buffers: which row of its source
-each row continues, the new tokens, the position they stand at, masks, and the keys and values of
-all layers in one tensor. A step reorders these in place, writes the new ones at the position,
-which the device reads, and attends to the smallest of a few windows that holds them all. So the
-same kernels with the same arguments serve every step of a window, and a later search of the same
-shape only fills the buffers again.
+each row continues, the new tokens, the positions they stand at, masks, and the keys and values of
+all layers in one tensor. A step changes the table that says where the past of a row lies (or, for
+attention that cannot read this, moves the past itself), writes the new keys and values at the
+positions, which the device reads, and attends to the smallest of a few windows that holds them all.
+So the same kernels with the same arguments serve every step of a window, and a later search of the
+same shape only fills the buffers again.
 
 What a model computes this way is compared with what it computes the ordinary way before it is
 relied on; where they differ, or anything fails, the ordinary way is what remains.
@@ -13,7 +14,6 @@ relied on; where they differ, or anything fails, the ordinary way is what remain
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import threading
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
+from cpsbs.models.attention import works
+from cpsbs.models.layers import table_is_possible
 from cpsbs.models.workspace import Shape, Workspace, ladder, rung
 
 ON_CPU = False
@@ -84,7 +86,7 @@ def begin(
             raise NotPossibleError(kept.refused)
         recorded = RecordedSteps(model, kept, prefix, k, steps)
         if not kept.checked:
-            _compare(recorded, prefix, min(steps, 2), reference)
+            _compare(recorded, prefix, min(steps, 3), reference)
             kept.checked = True
     except torch.OutOfMemoryError:
         raise
@@ -127,6 +129,7 @@ class RecordedSteps:
         workspace.token[: self._sources].copy_(token)
         scores = workspace.run(self._model, self._length, strict=not self._kept.checked)
         self._length += 1
+        self._kept.by_table &= not workspace.gave_up_table
         return scores[: self._sources * self.k]
 
     @property
@@ -142,25 +145,31 @@ class RecordedSteps:
         # Of few sizes, so that there are few graphs. A source that goes on fills what is left over.
         size = min(rung(len(sources)), before.shape.sources)
         filled = torch.cat([sources, sources[-1:].expand(size - len(sources))])
-        rows = filled[:, None] * self.k + torch.arange(self.k, device=sources.device)
         lease = self._lease
         if size < before.shape.sources:
             lease = self._kept.lease(replace(before.shape, sources=size))
-        lease.workspace.take(before, rows.flatten(), self._length)
+        lease.workspace.take(before, filled, self._length)
         self._lease, self._sources = lease, len(sources)
 
 
 def _compare(recorded: RecordedSteps, prefix: _Prefix, steps: int, reference: Reference) -> None:
-    """Raise if the recorded steps are not the model's; then go back to the start."""
+    """Raise if the recorded steps are not the model's; then go back to the start.
+
+    Every other row extends the reference's tokens, in the first step those with even numbers, then
+    those with odd ones: all go on from their neighbours. The others have other tokens.
+    """
     source = torch.arange(prefix.sources, device=prefix.device)
-    k = recorded.k
+    row = torch.arange(recorded.k, device=prefix.device)
+    neighbour = torch.where(row + 1 < recorded.k, row + 1, row - 1).clamp(min=0)
     for n in range(steps):
         # Other tokens in every source and step, so that a mistaken row or position shows.
         token = (7 * source + 3 + n) % reference.vocab_size
         expected = reference.advance(source, token)[:, None]
-        own = torch.arange(k, device=prefix.device).expand(prefix.sources, k)
-        found = recorded.step(own, token[:, None].expand_as(own))
-        found = found.view(*own.shape, -1)[:, [0, -1]].float()
+        same = slice(n % 2 if recorded.k > 1 else 0, None, 2)
+        tokens = (token[:, None] + 1 + row) % reference.vocab_size
+        tokens[:, same] = token[:, None]
+        found = recorded.step(neighbour.expand_as(tokens), tokens)
+        found = found.view(*tokens.shape, -1)[:, same].float()
         p = expected.softmax(-1)
         gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
         gap = torch.where(p > 0, p * gap, 0.0).sum(-1).amax()
@@ -268,6 +277,24 @@ def _mask(given: Any, state: Tensor) -> Tensor:
     return mask
 
 
+def _weights_and_hooks(model: Any) -> tuple[Any, ...]:
+    """What tells a model from itself after a change; with the dictionaries of its modules alone, as
+    every search begins with this.
+    """
+    parts: list[Any] = []
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        own = module.__dict__
+        adapter = str(own["_active_adapter"]) if "_active_adapter" in own else None
+        parts += (id(module), id(own.get("forward")), adapter, own.get("_disable_adapters"))
+        parts += (*module._forward_hooks, "|", *module._forward_pre_hooks, "|")
+        for named in (module._parameters, module._buffers):
+            parts += [(x.data_ptr(), x.dtype, x.device) for x in named.values() if x is not None]
+        modules += [x for x in module._modules.values() if x is not None]
+    return tuple(parts)
+
+
 class _Lease:
     """A workspace in use, until this is gone."""
 
@@ -287,25 +314,21 @@ class _Kept:
     def __init__(self) -> None:
         self.said, self.checked = False, False
         self.refused: str | None = None
+        self.by_table = False
+        """Whether the model has read its cache by the table so far, where it could."""
         self._fingerprint: int | None = None
         self._workspaces: list[Workspace] = []
 
     def check_same(self, model: Any) -> None:
         """Forget everything if graphs would read other weights than the model's, or compute else.
 
-        That is after ``model.to(…)``, with another adapter, with hooks.
+        That is after ``model.to(…)``, with another adapter, with hooks, with other modules.
         """
-        parts: list[Any] = [model.config._attn_implementation]
-        for module in model.modules():
-            adapter = str(getattr(module, "_active_adapter", None))
-            hooks = (len(module._forward_hooks), len(module._forward_pre_hooks))
-            parts.append((adapter, getattr(module, "_disable_adapters", None), hooks))
-        weights = itertools.chain(model.parameters(), model.buffers())
-        parts += [(x.data_ptr(), x.dtype, x.device) for x in weights]
-        fingerprint = hash(tuple(parts))
+        fingerprint = hash((model.config._attn_implementation, _weights_and_hooks(model)))
         with _LOCK:
             if fingerprint != self._fingerprint:
                 self._workspaces, self.checked, self.refused = [], False, None
+                self.by_table = model.config._attn_implementation == "sdpa"
             self._fingerprint = fingerprint
 
     def refuse(self, reason: str) -> None:
@@ -327,14 +350,17 @@ class _Kept:
                 total = torch.cuda.get_device_properties(shape.device).total_memory
                 most = MOST_IDLE_MEMORY * total
             self._drop(MOST_IDLE - 1, most)
+        by_table = (
+            self.by_table and works() and table_is_possible(shape.device, shape.dtype, shape.k)
+        )
         made = None
         try:
-            made = Workspace(shape)
+            made = Workspace(shape, by_table)
         except torch.OutOfMemoryError:
             with _LOCK:
                 self._drop(0, 0)
         # Not before the error is gone, which holds on to what was there already.
-        made = made or Workspace(shape)
+        made = made or Workspace(shape, by_table)
         made.busy = True
         with _LOCK:
             self._workspaces.append(made)

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers.cache_utils import Cache, CacheLayerMixin, EncoderDecoderCache
+from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from cpsbs.models.attention import one_query_attention
-from cpsbs.models.reorder import kernel_works, reorder
+from cpsbs.models.layers import Clock, FixedRowLayer, RowLayer, SharedLayer, TableLayer
+from cpsbs.models.logits import Logits
+from cpsbs.models.reorder import reorder
 from cpsbs.recording import captured
 
 log = logging.getLogger("cpsbs")
@@ -46,10 +48,14 @@ class Shape:
 
 
 class Workspace:
-    """The buffers of a shape, and its graphs, one for each window."""
+    """The buffers of a shape, and its graphs, one for each window.
 
-    def __init__(self, shape: Shape) -> None:
-        self.shape, self.busy = shape, False
+    ``by_table`` says how its cache lies, see ``cpsbs.models.layers``.
+    """
+
+    def __init__(self, shape: Shape, by_table: bool) -> None:
+        self.shape, self.busy, self.by_table = shape, False, by_table
+        self.gave_up_table = False
         rows = shape.sources * shape.k
         count, heads, dim = shape.states
         cross_count, cross_heads, cross_dim = shape.cross
@@ -61,31 +67,45 @@ class Workspace:
         with torch.inference_mode(False):
             self.parent = zeros(shape.sources, shape.k, dtype=torch.int64)
             self.token = zeros(shape.sources, shape.k, dtype=torch.int64)
-            self.clock = _Clock(zeros(1, dtype=torch.int64), shape.capacity)
+            self.clock = Clock(zeros(shape.sources, dtype=torch.int64), shape.capacity)
             self.offset = zeros(rows, 1, dtype=torch.int64)
-            # How many positions two rows of a source have in common.
-            self.shared = zeros(shape.sources, shape.k, shape.k, dtype=torch.int64)
+            # In which row of its source each position of a row lies.
+            self.place = zeros(shape.sources, shape.k, shape.capacity, dtype=torch.int32)
             self.mask = zeros(rows, 1, 1, shape.capacity)
             self.states = zeros(count, rows, heads, shape.capacity, dim)
             self.cross_mask = zeros(rows, 1, 1, shape.source_length)
-            self.cross = zeros(cross_count, rows, cross_heads, shape.source_length, cross_dim)
-            layers: list[Any] = [_Layer(*pair, self.clock) for pair in _pairs(self.states)]
-            self.cache: Any = Cache(layers=layers)
-            if cross_count:
-                fixed: list[Any] = [_FixedLayer(*pair, self.clock) for pair in _pairs(self.cross)]
-                self.cache = EncoderDecoderCache(self.cache, Cache(layers=fixed))
+            cross_size = (cross_heads, shape.source_length, cross_dim)
+            self.cross = zeros(cross_count, shape.sources if by_table else rows, *cross_size)
             # Its keys and values are in the cache: nothing but its shape is looked at.
             self.encoded: Any = zeros(1, 1, 1).expand(rows, shape.source_length, shape.hidden)
-        self.scores: Tensor | None = None
+            self._make_cache()
+        self.logits = Logits()
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self.memo: dict[Any, Any] = {}
         self.pool: Any = None
 
+    def _make_cache(self) -> None:
+        """What the model sees of the buffers."""
+        clock, own, cross = self.clock, _pairs(self.states), _pairs(self.cross)
+        self.held: list[TableLayer | SharedLayer] = []
+        layers: list[Any]
+        fixed: list[Any]
+        if self.by_table:
+            layers = [TableLayer(*pair, clock, self.place) for pair in own]
+            fixed = [SharedLayer(*pair, clock, self.shape.k) for pair in cross]
+            self.held = layers + fixed
+        else:
+            layers = [RowLayer(*pair, clock) for pair in own]
+            fixed = [FixedRowLayer(*pair, clock) for pair in cross]
+        self.cache: Any = Cache(layers=layers)
+        if fixed:
+            self.cache = EncoderDecoderCache(self.cache, Cache(layers=fixed))
+
     @property
     def bytes(self) -> int:
         """Of the largest buffers."""
-        held = [self.states, self.cross] + ([] if self.scores is None else [self.scores])
-        return sum(x.nbytes for x in held)
+        scores = self.logits.scores
+        return self.states.nbytes + self.cross.nbytes + (0 if scores is None else scores.nbytes)
 
     def fill(
         self, states: Sequence[Tensor], seen: Tensor, cross: Sequence[Tensor], cross_seen: Tensor
@@ -100,32 +120,45 @@ class Workspace:
         """
         size = (self.shape.sources, self.shape.k)
         for buffers, given in ((self.states, states), (self.cross, cross)):
-            # What is masked has to be finite.
-            buffers.zero_()
             for buffer, state in zip(buffers, given, strict=True):
-                rows = buffer.view(*size, *buffer.shape[1:])
-                rows[..., : state.shape[2], :].copy_(state[:, None])
+                rows = buffer.view(size[0], -1, *buffer.shape[1:])
+                if self.by_table:
+                    rows = rows[:, :1]
+                length = state.shape[2]
+                rows[..., :length, :].copy_(state[:, None])
+                # What is masked has to be finite; by table only the cross-attention reads it.
+                if buffers is self.cross or not self.by_table:
+                    rows[..., length:, :].zero_()
+        # The rows of a source share its prompt, which is in the first of them.
+        self.place.zero_()
+        self.clock.position.fill_(seen.shape[1] - 1)
         for mask, shown in ((self.mask, seen), (self.cross_mask, cross_seen)):
             mask.fill_(torch.finfo(mask.dtype).min)
             start = mask.view(*size, mask.shape[-1])[..., : shown.shape[1]]
             start.masked_fill_(shown[:, None], 0.0)
-        self.shared.fill_(seen.shape[1])
         # The padding before a prompt does not count in positions.
         self.offset.view(size).copy_((seen.sum(-1) - seen.shape[1])[:, None])
 
-    def take(self, other: Workspace, rows: Tensor, length: int) -> None:
-        """Rows [sources·K] of another workspace, or of this one, of so many tokens."""
+    def take(self, other: Workspace, sources: Tensor, length: int) -> None:
+        """Sources [b] of another workspace, or of this one, whose rows have so many tokens."""
+        if self.by_table != other.by_table:
+            (self if self.by_table else other)._go_over_to_rows()
+        k = self.shape.k
+        rows = (sources[:, None] * k + torch.arange(k, device=sources.device)).flatten()
         for mine, its in (
             (self.offset, other.offset),
             (self.mask, other.mask),
             (self.cross_mask, other.cross_mask),
-            *zip(self.cross, other.cross, strict=True),
         ):
             mine.copy_(its.index_select(0, rows))
-        self.shared.copy_(other.shared[rows[:: self.shape.k] // self.shape.k])
+        self.place.copy_(other.place.index_select(0, sources))
+        self.clock.position.copy_(other.clock.position.index_select(0, sources))
+        for mine, its in zip(self.cross, other.cross, strict=True):
+            mine.copy_(its.index_select(0, sources if self.by_table else rows))
         for mine, its in zip(self.states, other.states, strict=True):
             mine[:, :, :length].copy_(its[:, :, :length].index_select(0, rows))
-            mine[:, :, length:].zero_()
+            if not self.by_table:
+                mine[:, :, length:].zero_()
 
     @torch.no_grad()
     def run(self, model: Any, length: int, strict: bool) -> Tensor:
@@ -146,8 +179,8 @@ class Workspace:
                 self._compute(model, window)
             else:
                 graph.replay()
-        assert self.scores is not None
-        return self.scores
+        assert self.logits.scores is not None
+        return self.logits.scores
 
     def _record(self, model: Any, window: int, strict: bool) -> torch.cuda.CUDAGraph | None:
         """The step as a graph, or None where there are no graphs.
@@ -174,25 +207,38 @@ class Workspace:
         return graph
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
-        kernel_works(self.shape.device)  # Known from here on: finding out waits for the device.
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
+        if self.logits.scores is None:
+            # This shows which operation makes the logits. The next time it is done another way,
+            # which has to run once before it is recorded, as everything has.
+            self._compute(model, window)
         return captured(lambda: self._compute(model, window), self.pool, _NoWaiting())
 
-    def _reorder(self, window: int) -> None:
-        """Rows go on from their parents; what they have in common already stays where it is."""
-        parent, k = self.parent, self.shape.k
-        since = self.shared.gather(2, parent[..., None])[..., 0]
-        reorder(self.states, parent, since, self.clock.position, window)
-        down, across = parent[..., None].expand(-1, -1, k), parent[:, None, :].expand(-1, k, -1)
-        common = self.shared.gather(1, down).gather(2, across)
-        self.shared.copy_(torch.where(down == across, self.clock.position, common))
-
     def _compute(self, model: Any, window: int) -> None:
-        if self.shape.k > 1:
-            self._reorder(window)
+        """Let the rows go on from their parents, and ask the model."""
         self.clock.window = window
-        self.mask.index_fill_(-1, self.clock.position, 0.0)
+        if self.by_table:
+            from cpsbs.kernels.cache import advance
+
+            advance(self.place, self.mask, self.parent, self.clock.position, window)
+            logits = self._ask(model, window)
+            if all(layer.was_read() for layer in self.held):
+                self.logits.keep(logits)
+                return
+            log.info("%s reads its cache itself; its rows are moved", type(model).__name__)
+            # The table has gone on already: what it says is what the parents held.
+            self._go_over_to_rows()
+            self.gave_up_table = True
+        else:
+            if self.shape.k > 1:
+                reorder(self.states, self.parent, self.clock.position, window)
+            here = self.clock.position[:, None, None].expand(-1, self.shape.k, 1)
+            self.mask.view_as(self.place).scatter_(2, here, 0.0)
+        self.logits.keep(self._ask(model, window))
+
+    def _ask(self, model: Any, window: int) -> Tensor:
+        """The model's logits after the tokens in the buffer."""
         mask, token = self.mask[..., :window], self.token.view(-1, 1)
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         if self.shape.source_length:
@@ -202,81 +248,37 @@ class Workspace:
         else:
             inputs |= {"input_ids": token, "attention_mask": mask}
             if "position_ids" in inspect.signature(model.forward).parameters:
-                inputs["position_ids"] = self.offset + self.clock.position
-        with one_query_attention():
-            logits = model(**inputs, return_dict=True).logits[:, -1]
-        if self.scores is None:
-            with torch.inference_mode(False):
-                self.scores = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        self.scores.copy_(logits)
+                offset = self.offset.view_as(self.token)
+                inputs["position_ids"] = (offset + self.clock.position[:, None]).view(-1, 1)
+        for layer in self.held:
+            layer.begin()
+        with one_query_attention(self.held) if self.held else nullcontext():
+            return self.logits.of(model, inputs)
+
+    def _go_over_to_rows(self) -> None:
+        """Whatever the table says, put it into the rows; from here on they are moved."""
+        if self.shape.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the model reads its cache otherwise than before")
+        sources, k = self.shape.sources, self.shape.k
+        source = torch.arange(sources, device=self.shape.device)[:, None, None]
+        t = torch.arange(self.shape.capacity, device=self.shape.device)
+        held = (t <= self.clock.position[:, None])[:, None, None, :, None]
+        with torch.inference_mode(False):
+            place = self.place.long()
+            for state in self.states:
+                rows = state.view(sources, k, *state.shape[1:])
+                found = rows[source, place, :, t].transpose(2, 3)
+                # What is masked has to be finite.
+                rows.copy_(torch.where(held, found, 0.0))
+            self.cross = self.cross.repeat_interleave(k, dim=1)
+            self.by_table = False
+            self._make_cache()
+        self.graphs.clear()
 
 
 def _pairs(states: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Keys and values of each layer."""
     return list(zip(states[::2], states[1::2], strict=True))
-
-
-@dataclass
-class _Clock:
-    """Where in the rows we are, for all layers of a workspace."""
-
-    position: Tensor
-    """[1] of the new tokens"""
-    window: int
-    """How many positions are attended to."""
-
-
-class _Layer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]
-    """Keys and values [rows, heads, capacity, dim], written where the clock says."""
-
-    keys: Tensor
-    values: Tensor
-    is_compileable = True
-    is_sliding = False
-
-    def __init__(self, keys: Tensor, values: Tensor, clock: _Clock) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.keys, self.values, self._clock = keys, values, clock
-        self.dtype, self.device = keys.dtype, keys.device
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """The keys and values of the window, with the new ones."""
-        self.keys.index_copy_(2, self._clock.position, key_states)
-        self.values.index_copy_(2, self._clock.position, value_states)
-        window = self._clock.window
-        return self.keys[:, :, :window], self.values[:, :, :window]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and start of what is attended to."""
-        return self._clock.window, 0
-
-    def get_seq_length(self) -> Any:
-        """[] how many tokens came before; a tensor, as the static cache of transformers has it."""
-        return self._clock.position[0]
-
-    def get_max_length(self) -> int:
-        """The capacity."""
-        return int(self.keys.shape[2])
-
-    get_max_cache_shape = get_max_length
-
-
-class _FixedLayer(_Layer):  # type: ignore[no-untyped-call, unused-ignore]
-    """Of the cross-attention: nothing is added."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Is not asked for, as the cache says that it has been filled."""
-        raise ValueError("the keys and values of the cross-attention are computed anew")
-
-    def get_seq_length(self) -> int:
-        """The length of the source."""
-        return self.get_max_length()
 
 
 class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
