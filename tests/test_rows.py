@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search
+from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search, search_each
 from cpsbs import rows as rows_of_a_model
 from cpsbs.hypotheses import Trail
 from cpsbs.models import recorded
@@ -48,6 +49,54 @@ def test_the_same_beams_both_ways(name: str, design: str, monkeypatch: pytest.Mo
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+def groups(model: Any) -> list[dict[str, torch.Tensor]]:
+    """Twelve prompts that get shorter, five at first, then two or three at a time."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for length, size in ((7, 5), (6, 2), (5, 3), (3, 2)):
+        ids = torch.randint(2, 30, (size, length), generator=generator)
+        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    return found
+
+
+# Not stratified: what is heavy is decided between numbers that are equal but for rounding.
+@pytest.mark.parametrize("design", ["conditional-poisson", "gumbel-top-k", "independent", "top-k"])
+@pytest.mark.parametrize("name", ["marian", "bart", "llama", "gpt2", "t5"])
+def test_sources_take_the_places_of_others(
+    name: str, design: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each gets what it gets alone. BART and T5, whose rows have one position, go batch by batch."""
+    model = make(name).double()
+
+    def models() -> Iterator[TransformersModel]:
+        for given in groups(model):
+            yield TransformersModel(model, **given, eos_token_id=list(range(1, 7)))
+
+    def draw() -> list[Beams]:
+        return list(search_each(models(), 3, design, max_length=14, generator=5, entropy=True))
+
+    expected = draw()
+    monkeypatch.setattr(recorded, "ON_CPU", True)
+    monkeypatch.setattr(rows_of_a_model, "LOOK", 3)
+    joined = []
+    join = recorded.RecordedSteps.join
+
+    def noted(self: Any, places: list[int], prefix: Any) -> None:
+        joined.append(len(places))
+        join(self, places, prefix)
+
+    monkeypatch.setattr(recorded.RecordedSteps, "join", noted)
+    found = draw()
+    assert (sum(joined) > 3) == (name not in ("bart", "t5"))
+    lengths = torch.cat([beams.lengths.flatten() for beams in expected])
+    assert lengths.min() < 5 < 14 == lengths.max()
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.sequences, other.sequences)
+        assert torch.equal(one.finished, other.finished)
+        torch.testing.assert_close(one.log_prob, other.log_prob, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one.entropy, other.entropy, rtol=1e-6, atol=1e-6)
 
 
 def test_scores_that_are_no_numbers_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from cpsbs.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusio
 from cpsbs.metrics import diversity, sentence_bleu
 from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersModel
 from cpsbs.randomness import split_seed
-from cpsbs.search import search
+from cpsbs.search import search, search_each
 from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ __all__ = [
     "load",
     "monte_carlo_inclusion",
     "search",
+    "search_each",
     "sentence_bleu",
     "split_seed",
 ]

@@ -72,8 +72,12 @@ class Rows(Protocol):
         """Whether the sources of another model, which has begun, can take places here."""
         ...
 
-    def join(self, places: Tensor, model: SequenceModel) -> None:
-        """The sources of another model take these places [n]; they have no row but one each."""
+    def rest(self, places: list[int]) -> None:
+        """Nobody asks for the sources in these places any more."""
+        ...
+
+    def join(self, places: list[int], model: SequenceModel) -> None:
+        """The sources of another model take these places."""
         ...
 
     def recorded(
@@ -148,7 +152,10 @@ class FreeRows:
         """Nothing waits for rows to be there."""
         return False
 
-    def join(self, places: Tensor, model: SequenceModel) -> None:
+    def rest(self, places: list[int]) -> None:
+        """There are no rows that could."""
+
+    def join(self, places: list[int], model: SequenceModel) -> None:
         """Is not asked for."""
         raise ValueError("these rows take no others")
 
@@ -200,7 +207,12 @@ class FixedRows:
         alike = (own.eos, own.pad, own.vocab_size) == (model.eos, model.pad, model.vocab_size)
         return alike and bool(own.admits(model))
 
-    def join(self, places: Tensor, model: SequenceModel) -> None:
+    def rest(self, places: list[int]) -> None:
+        """They begin again, so as not to attend to more and more."""
+        if self.takes_others:
+            self._model.rest(places)
+
+    def join(self, places: list[int], model: SequenceModel) -> None:
         """The model copies what they hold."""
         self._model.join(places, model)
 

@@ -215,6 +215,7 @@ class Run:
         # Also those that have reached the last length: nobody is to wait for them.
         closed = self._beam.finished.index_fill(0, self._tensor(ended), True)
         self._replace(replace(self._beam, finished=closed))
+        self._rows.rest(ended)
 
     def _drop_all_but(self, left: list[int]) -> None:
         """Go on with fewer rows."""
@@ -242,7 +243,7 @@ class Run:
         self._replace(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
         self._broken |= wrong
         self._trail.begin(self._slot[at], own_parent, beam.token)
-        self._rows.join(at, task.model)
+        self._rows.join(places, task.model)
         for i in places:
             self._owner[i], self._age[i] = task, 1
         # The rows of a source that begins are all alike.

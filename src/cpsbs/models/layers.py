@@ -32,6 +32,8 @@ class Clock:
     """[sources] of the tokens that came last"""
     window: int
     """How many positions are attended to."""
+    each: int
+    """Rows of a source, if the model is told the position of each; 0 if it is told one for all."""
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]
@@ -67,8 +69,16 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-i
         return self._clock.window, 0
 
     def get_seq_length(self) -> Any:
-        """[] how many tokens came before; a tensor, as the static cache of transformers has it."""
-        return self._clock.position[0]
+        """[] how many tokens came before; a tensor, as the static cache of transformers has it.
+
+        Or [rows, 1], from which a model may compute the position of each row.
+        """
+        position, each = self._clock.position, self._clock.each
+        return (
+            position.repeat_interleave(each, output_size=each * len(position))[:, None]
+            if each
+            else position[0]
+        )
 
     def get_max_length(self) -> int:
         """The capacity."""

@@ -18,7 +18,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -66,7 +66,11 @@ class Reference(Protocol):
 
 @torch.no_grad()
 def begin(
-    model: Any, kwargs: Mapping[str, Any], k: int, steps: int, reference: Reference
+    model: Any,
+    kwargs: Mapping[str, Any],
+    k: int,
+    steps: int,
+    reference: Callable[[], Reference],
 ) -> RecordedSteps | None:
     """Steps of fixed shape after a prompt, or None (and a note in the log) if that is impossible.
 
@@ -75,7 +79,7 @@ def begin(
         kwargs: its inputs after the prompt has been read, a row a source. They stay as they are.
         k: K, the rows of each source from here on.
         steps: how many at most.
-        reference: what the first steps of a model are compared with.
+        reference: makes what the first steps of a model are compared with.
     """
     with _LOCK:
         kept = _KEPT.setdefault(model, _Kept())
@@ -84,9 +88,11 @@ def begin(
         kept.check_same(model)
         if kept.refused:
             raise NotPossibleError(kept.refused)
+        if kept.each is None and prefix.sources > 1:
+            _try_each(model, kept, prefix, k, steps, reference())
         recorded = RecordedSteps(model, kept, prefix, k, steps)
         if not kept.checked:
-            _compare(recorded, prefix, min(steps, 3), reference)
+            _compare(recorded, prefix, min(steps, 3), reference())
             kept.checked = True
     except torch.OutOfMemoryError:
         raise
@@ -104,33 +110,75 @@ def begin(
     return recorded
 
 
+def prefix_of(model: Any, kwargs: Mapping[str, Any]) -> _Prefix | None:
+    """What a model holds after the prompt; None if its inputs are not of the known kind."""
+    try:
+        return _Prefix.of(model, kwargs)
+    except NotPossibleError:
+        return None
+
+
 class RecordedSteps:
     """The state of one search. Its workspace is free for another one when it is gone."""
 
     def __init__(self, model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int) -> None:
-        self._model, self._kept, self.k = model, kept, k
-        self._sources = prefix.sources
-        self._lease = kept.lease(prefix.shape(k, steps))
+        self._model, self._kept, self.k, self._steps = model, kept, k, steps
+        self._lease = kept.lease(prefix.shape(k, steps, each=bool(kept.each)))
+        self._lengths: list[int] = []
+        """Of the rows of each source, in tokens."""
+        self._resting: set[int] = set()
         self.rewind(prefix)
 
     def rewind(self, prefix: _Prefix) -> None:
         """Back to before the first step."""
-        self._length = prefix.length
-        given = (prefix.states, prefix.mask, prefix.cross, prefix.cross_mask)
-        self._lease.workspace.fill(*given)
+        self._lengths = [prefix.length] * prefix.sources
+        everywhere = torch.arange(prefix.sources, device=prefix.device)
+        self._lease.workspace.fill(everywhere, *prefix.held())
 
     def step(self, parent: Tensor, token: Tensor) -> Tensor:
         """[b·K, V] logits, for row ``parent`` [b, K] of each source extended by ``token`` [b, K].
 
         The next step overwrites them.
         """
-        workspace = self._lease.workspace
-        workspace.parent[: self._sources].copy_(parent)
-        workspace.token[: self._sources].copy_(token)
-        scores = workspace.run(self._model, self._length, strict=not self._kept.checked)
-        self._length += 1
+        workspace, sources = self._lease.workspace, len(self._lengths)
+        room = workspace.shape.capacity
+        if max(n for i, n in enumerate(self._lengths) if i not in self._resting) >= room:
+            raise ValueError(f"there is room for {room} tokens only")
+        workspace.parent[:sources].copy_(parent)
+        workspace.token[:sources].copy_(token)
+        longest = min(max(self._lengths), room - 1)
+        scores = workspace.run(self._model, longest, strict=not self._kept.checked)
+        self._lengths = [n + 1 for n in self._lengths]
         self._kept.by_table &= not workspace.gave_up_table
-        return scores[: self._sources * self.k]
+        return scores[: sources * self.k]
+
+    def rest(self, places: list[int]) -> None:
+        """Nobody asks for the sources in these places any more."""
+        self._resting |= set(places)
+        for i in places:
+            self._lengths[i] = 0
+        self._lease.workspace.rest(torch.tensor(places, device=self._lease.workspace.shape.device))
+
+    def admits(self, prefix: _Prefix) -> bool:
+        """Whether other sources, after their prompt, can take places here."""
+        shape = self._lease.workspace.shape
+        theirs = replace(
+            prefix.shape(self.k, self._steps, shape.each),
+            sources=shape.sources,
+            capacity=shape.capacity,
+            source_length=shape.source_length,
+        )
+        fits = prefix.length + self._steps <= shape.capacity
+        fits &= not prefix.cross or prefix.cross[0].shape[2] <= shape.source_length
+        return shape.each and theirs == shape and fits
+
+    def join(self, places: list[int], prefix: _Prefix) -> None:
+        """Other sources take these places."""
+        for i in places:
+            self._lengths[i] = prefix.length
+        self._resting -= set(places)
+        at = torch.tensor(places, device=prefix.device)
+        self._lease.workspace.fill(at, *prefix.held())
 
     @property
     def memo(self) -> dict[Any, Any]:
@@ -139,7 +187,7 @@ class RecordedSteps:
 
     def keep_sources(self, sources: Tensor) -> None:
         """Only these sources [b'] go on."""
-        if len(sources) == self._sources:
+        if len(sources) == len(self._lengths):
             return
         before = self._lease.workspace
         # Of few sizes, so that there are few graphs. A source that goes on fills what is left over.
@@ -148,8 +196,11 @@ class RecordedSteps:
         lease = self._lease
         if size < before.shape.sources:
             lease = self._kept.lease(replace(before.shape, sources=size))
-        lease.workspace.take(before, filled, self._length)
-        self._lease, self._sources = lease, len(sources)
+        lease.workspace.take(before, filled, min(max(self._lengths), before.shape.capacity))
+        kept = sources.tolist()
+        self._lengths = [self._lengths[i] for i in kept]
+        self._resting = {n for n, i in enumerate(kept) if i in self._resting}
+        self._lease = lease
 
 
 def _compare(recorded: RecordedSteps, prefix: _Prefix, steps: int, reference: Reference) -> None:
@@ -170,15 +221,53 @@ def _compare(recorded: RecordedSteps, prefix: _Prefix, steps: int, reference: Re
         tokens[:, same] = token[:, None]
         found = recorded.step(neighbour.expand_as(tokens), tokens)
         found = found.view(*tokens.shape, -1)[:, same].float()
-        p = expected.softmax(-1)
-        gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
-        gap = torch.where(p > 0, p * gap, 0.0).sum(-1).amax()
-        # In float32 a GPU may multiply with fewer bits. Large logits are rounded coarsely.
-        eps = max(torch.finfo(prefix.dtype).eps, 2**-10 if prefix.device.type == "cuda" else 1e-5)
-        scale = expected.masked_fill(expected.isinf(), 0.0).abs().amax()
-        if not bool(gap <= eps * (32 + scale)):
-            raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {n + 1}")
+        _agree(found, expected, prefix, n)
     recorded.rewind(prefix)
+
+
+def _agree(found: Tensor, expected: Tensor, prefix: _Prefix, step: int) -> None:
+    """Raise if logits [..., V] are not those expected."""
+    p = expected.softmax(-1)
+    gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
+    gap = torch.where(p > 0, p * gap, 0.0).sum(-1).amax()
+    # In float32 a GPU may multiply with fewer bits. Large logits are rounded coarsely.
+    eps = max(torch.finfo(prefix.dtype).eps, 2**-10 if prefix.device.type == "cuda" else 1e-5)
+    scale = expected.masked_fill(expected.isinf(), 0.0).abs().amax()
+    if not bool(gap <= eps * (32 + scale)):
+        raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {step + 1}")
+
+
+def _try_each(
+    model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int, reference: Reference
+) -> None:
+    """Find out whether the rows of a model can stand at different positions.
+
+    After a step the first source begins again, and makes the same step while the others go on.
+    """
+    if steps < 2:
+        return
+    by_table = kept.by_table
+    kept.each = True
+    try:
+        recorded = RecordedSteps(model, kept, prefix, k, steps)
+        source = torch.arange(prefix.sources, device=prefix.device)
+        parent = source.new_zeros((prefix.sources, k))
+        before = None
+        for n in range(2):
+            token = (7 * source + 3 + n) % reference.vocab_size
+            expected = reference.advance(source, token)
+            if before is not None:
+                token[0], expected[0] = before[0][0], before[1][0]
+                recorded.join([0], prefix.of_sources(slice(1)))
+            before = token.clone(), expected.clone()
+            found = recorded.step(parent, token[:, None].expand(-1, k)).view(*parent.shape, -1)
+            _agree(found[:, 0].float(), expected, prefix, n)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        log.debug("%s has one position for all rows: %s", type(model).__name__, error)
+        kept.each, kept.by_table = False, by_table
+        kept.forget()
 
 
 @dataclass(frozen=True)
@@ -237,7 +326,16 @@ class _Prefix:
     def device(self) -> torch.device:
         return self.states[0].device
 
-    def shape(self, k: int, steps: int) -> Shape:
+    def held(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
+        """What goes into buffers."""
+        return self.states, self.mask, self.cross, self.cross_mask
+
+    def of_sources(self, some: slice) -> _Prefix:
+        """Of some of the sources."""
+        states, cross = ([x[some] for x in held] for held in (self.states, self.cross))
+        return _Prefix(states, self.mask[some], cross, self.cross_mask[some], self.hidden)
+
+    def shape(self, k: int, steps: int, each: bool) -> Shape:
         """Of the buffers for so many steps."""
         cuda = self.device.type == "cuda"
         return Shape(
@@ -251,6 +349,7 @@ class _Prefix:
             dtype=self.dtype,
             device=self.device,
             stream=torch.cuda.current_stream(self.device).cuda_stream if cuda else 0,
+            each=each,
         )
 
 
@@ -316,6 +415,8 @@ class _Kept:
         self.refused: str | None = None
         self.by_table = False
         """Whether the model has read its cache by the table so far, where it could."""
+        self.each: bool | None = None
+        """Whether its rows can stand at different positions, if that is known."""
         self._fingerprint: int | None = None
         self._workspaces: list[Workspace] = []
 
@@ -328,6 +429,7 @@ class _Kept:
         with _LOCK:
             if fingerprint != self._fingerprint:
                 self._workspaces, self.checked, self.refused = [], False, None
+                self.each = None
                 self.by_table = model.config._attn_implementation == "sdpa"
             self._fingerprint = fingerprint
 
@@ -335,6 +437,11 @@ class _Kept:
         """Do not try again until the model is another one."""
         with _LOCK:
             self.refused, self._workspaces = reason, []
+
+    def forget(self) -> None:
+        """Keep no workspace."""
+        with _LOCK:
+            self._workspaces = []
 
     def lease(self, shape: Shape) -> _Lease:
         """An idle workspace of this shape, or a new one."""

@@ -147,7 +147,7 @@ class TransformersModel:
         at_start = self._started and len(self._ids) == self.sources and self._recorded is None
         if not (on_gpu or recorded.ON_CPU) or not at_start or self._criteria or steps < 1:
             return False
-        self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart())
+        self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart)
         if self._recorded is None:
             return False
         del self._kwargs[CACHE]
@@ -193,6 +193,34 @@ class TransformersModel:
         if self._processors:
             self._ids = self._ids.view(-1, self._recorded.k, self._ids.shape[-1])[sources]
             self._ids = self._ids.flatten(0, 1)
+
+    def rest(self, places: list[int]) -> None:
+        """Nobody asks for the sources in these places any more; the rows are fixed."""
+        if self._recorded is not None:
+            self._recorded.rest(places)
+
+    def admits(self, other: Any) -> bool:
+        """Whether the sources of another one, which has started, can take places here."""
+        same = isinstance(other, TransformersModel) and other._model is self._model
+        if self._recorded is None or not same:
+            return False
+        if self._processors or other._processors or other._criteria or other._recorded is not None:
+            return False
+        prefix = other._prefix()
+        return prefix is not None and self._recorded.admits(prefix)
+
+    def join(self, places: list[int], other: TransformersModel) -> None:
+        """The sources of another one take these places; ``admits`` has said that they can."""
+        prefix = other._prefix()
+        if self._recorded is None or prefix is None:
+            raise ValueError("join() needs admits() to have returned True")
+        self._recorded.join(places, prefix)
+
+    def _prefix(self) -> Any:
+        """What it holds after the prompt; None if that is not of the known kind."""
+        from cpsbs.models import recorded
+
+        return recorded.prefix_of(self._model, self._kwargs)
 
     def _apart(self) -> TransformersModel:
         """A copy that can go on by itself, without processors."""

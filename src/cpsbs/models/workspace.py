@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
@@ -45,6 +46,8 @@ class Shape:
     device: torch.device
     stream: int
     """On which the buffers are used; what is on one stream is never used at once."""
+    each: bool
+    """Whether the model is told the position of each row, or one for all."""
 
 
 class Workspace:
@@ -67,7 +70,8 @@ class Workspace:
         with torch.inference_mode(False):
             self.parent = zeros(shape.sources, shape.k, dtype=torch.int64)
             self.token = zeros(shape.sources, shape.k, dtype=torch.int64)
-            self.clock = Clock(zeros(shape.sources, dtype=torch.int64), shape.capacity)
+            position = zeros(shape.sources, dtype=torch.int64)
+            self.clock = Clock(position, shape.capacity, shape.k if shape.each else 0)
             self.offset = zeros(rows, 1, dtype=torch.int64)
             # In which row of its source each position of a row lies.
             self.place = zeros(shape.sources, shape.k, shape.capacity, dtype=torch.int32)
@@ -108,36 +112,48 @@ class Workspace:
         return self.states.nbytes + self.cross.nbytes + (0 if scores is None else scores.nbytes)
 
     def fill(
-        self, states: Sequence[Tensor], seen: Tensor, cross: Sequence[Tensor], cross_seen: Tensor
+        self,
+        at: Tensor,
+        states: Sequence[Tensor],
+        seen: Tensor,
+        cross: Sequence[Tensor],
+        cross_seen: Tensor,
     ) -> None:
-        """Every row of a source is what the source's one row was.
+        """Every row of some sources is what the source's one row was.
 
         Args:
-            states: [b, heads, length, dim] keys and values of all layers.
-            seen: [b, length] which tokens of the prompt count.
-            cross: [b, heads, source length, dim] of the cross-attention, if there is any.
-            cross_seen: [b, source length]
+            at: [n] which sources.
+            states: [n, heads, length, dim] keys and values of all layers.
+            seen: [n, length] which tokens of the prompt count.
+            cross: [n, heads, source length, dim] of the cross-attention, if there is any.
+            cross_seen: [n, source length]
         """
-        size = (self.shape.sources, self.shape.k)
+        length, k = seen.shape[1], self.shape.k
         for buffers, given in ((self.states, states), (self.cross, cross)):
             for buffer, state in zip(buffers, given, strict=True):
-                rows = buffer.view(size[0], -1, *buffer.shape[1:])
-                if self.by_table:
-                    rows = rows[:, :1]
-                length = state.shape[2]
-                rows[..., :length, :].copy_(state[:, None])
-                # What is masked has to be finite; by table only the cross-attention reads it.
-                if buffers is self.cross or not self.by_table:
-                    rows[..., length:, :].zero_()
+                rows = buffer.view(self.shape.sources, -1, *buffer.shape[1:])
+                if self.by_table and buffers is self.states:
+                    rows[at, 0, :, :length] = state
+                else:
+                    # What is masked has to be finite.
+                    rows[at] = pad(state, (0, 0, 0, rows.shape[-2] - state.shape[2]))[:, None]
         # The rows of a source share its prompt, which is in the first of them.
-        self.place.zero_()
-        self.clock.position.fill_(seen.shape[1] - 1)
+        self.place[at] = 0
+        self.clock.position[at] = length - 1
         for mask, shown in ((self.mask, seen), (self.cross_mask, cross_seen)):
-            mask.fill_(torch.finfo(mask.dtype).min)
-            start = mask.view(*size, mask.shape[-1])[..., : shown.shape[1]]
-            start.masked_fill_(shown[:, None], 0.0)
+            hidden = torch.full_like(shown, torch.finfo(mask.dtype).min, dtype=mask.dtype)
+            hidden = pad(
+                hidden.masked_fill(shown, 0.0),
+                (0, mask.shape[-1] - shown.shape[1]),
+                value=torch.finfo(mask.dtype).min,
+            )
+            mask.view(self.shape.sources, k, -1)[at] = hidden[:, None]
         # The padding before a prompt does not count in positions.
-        self.offset.view(size).copy_((seen.sum(-1) - seen.shape[1])[:, None])
+        self.offset.view(-1, k)[at] = (seen.sum(-1) - length)[:, None]
+
+    def rest(self, at: Tensor) -> None:
+        """What these sources [n] hold is not needed any more; they go back to the beginning."""
+        self.clock.position[at] = -1
 
     def take(self, other: Workspace, sources: Tensor, length: int) -> None:
         """Sources [b] of another workspace, or of this one, whose rows have so many tokens."""
@@ -162,16 +178,14 @@ class Workspace:
 
     @torch.no_grad()
     def run(self, model: Any, length: int, strict: bool) -> Tensor:
-        """[rows, V] logits after the tokens in the buffer, which stand at position ``length``.
+        """[rows, V] logits after the tokens in the buffer, before which there were ``length`` or
+        fewer.
 
         What cannot be recorded is an error if we are strict, and is computed without a graph else.
         """
-        if length >= self.shape.capacity:
-            raise ValueError(f"there is room for {self.shape.capacity} tokens only")
         window = min(ladder(length + 1, 32), self.shape.capacity)
         cuda = self.shape.device.type == "cuda"
         with torch.cuda.device(self.shape.device) if cuda else nullcontext():
-            self.clock.position.fill_(length)
             if window not in self.graphs:
                 self.graphs[window] = self._record(model, window, strict)
             graph = self.graphs[window]
@@ -188,7 +202,7 @@ class Workspace:
         Before it is recorded it has to run once, for what is only done the first time. If every
         row goes on as itself, that changes nothing that the step itself does not overwrite.
         """
-        parent = self.parent.clone()
+        parent, self._before = self.parent.clone(), self.clock.position.clone()
         self.parent.copy_(torch.arange(self.shape.k, device=parent.device).expand_as(parent))
         graph = None
         try:
@@ -204,6 +218,7 @@ class Workspace:
                 raise
             log.info("a step is not recorded: %s: %s", type(error).__name__, error)
         self.parent.copy_(parent)
+        self.clock.position.copy_(self._before)
         return graph
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
@@ -213,11 +228,14 @@ class Workspace:
             # This shows which operation makes the logits. The next time it is done another way,
             # which has to run once before it is recorded, as everything has.
             self._compute(model, window)
+            self.clock.position.copy_(self._before)
         return captured(lambda: self._compute(model, window), self.pool, _NoWaiting())
 
     def _compute(self, model: Any, window: int) -> None:
         """Let the rows go on from their parents, and ask the model."""
         self.clock.window = window
+        # Sources that rest may get to the end, and stay there.
+        self.clock.position.add_(1).clamp_(max=self.shape.capacity - 1)
         if self.by_table:
             from cpsbs.kernels.cache import advance
 
