@@ -67,7 +67,7 @@ def groups(model: Any) -> list[dict[str, torch.Tensor]]:
 def test_sources_take_the_places_of_others(
     name: str, design: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each gets what it gets alone. BART and T5, whose rows have one position, go batch by batch."""
+    """Each gets what it gets alone. Rows of BART and T5 have one position: batch after batch."""
     model = make(name).double()
 
     def models() -> Iterator[TransformersModel]:
