@@ -18,7 +18,7 @@ from cpsbs.kernels.closing import close_rows
 from cpsbs.polynomials import chunks
 from cpsbs.polynomials.weights import CandidateWeights
 
-Made = tuple[CandidateWeights, Tensor, poisson.Drawn]
+Made = tuple[CandidateWeights, poisson.Drawn]
 
 
 def drawn(
@@ -32,11 +32,8 @@ def drawn(
         log_prob = torch.zeros((sources, parents), dtype=torch.float64, device=scores.device)
         log_prob = log_prob.log_softmax(-1)
     weights = CandidateWeights(table, log_prob - table.log_total, odds)
-    head, index = weights.largest(min(8 * k + 40, weights.shape[1]))
     seeds = torch.arange(sources, device=scores.device) + 1000 * seed
-    counts = torch.zeros_like(seeds)
-    offset = log_prob - table.log_total
-    return weights, head, poisson.draw(table, offset, odds, head, index, k, seeds, counts)
+    return weights, poisson.draw(table, weights.offset, odds, k, seeds, torch.zeros_like(seeds))
 
 
 def random_scores(device: str, *shape: int, scale: float = 2.0, seed: int = 0) -> Tensor:
@@ -74,7 +71,7 @@ def check_numbers(device: str) -> None:
         scores = random_scores(device, *shape, scale=scale).to(dtype)
         if device == "cuda":  # the interpreter takes a second for a source
             scores = random_scores(device, 8, shape[1], 20 * shape[2], scale=scale).to(dtype)
-        weights, _, out = drawn(scores, k, odds, temperature=0.8)
+        weights, out = drawn(scores, k, odds, temperature=0.8)
         exact = ConditionalPoisson(weights.values, k)
         torch.testing.assert_close(out.log_normalizer, exact.log_normalizer, rtol=0, atol=1e-6)
         expected = exact.log_inclusion_of(out.index)
@@ -119,7 +116,7 @@ def check_special_rows(device: str) -> None:
     log_prob = torch.full((6, 3), math.log(1 / 3), dtype=torch.float64, device=device)
     log_prob[3] = torch.tensor([0.0, minus, minus])
     log_prob[5, 1:] = minus
-    weights, _, out = drawn(scores, 4, log_prob=log_prob)
+    weights, out = drawn(scores, 4, log_prob=log_prob)
     assert out.present[0].tolist() == [True, True, True, False]
     assert sorted(out.index[0, :3].tolist()) == [0, 90, 180]
     assert out.log_inclusion[0].tolist() == [0.0] * 4
@@ -137,7 +134,7 @@ def check_forced(device: str) -> None:
     scores[:, 0], scores[:, 0, 0] = -math.inf, 0.0
     log_prob = torch.zeros((1, 2), dtype=torch.float64, device=device)
     log_prob[:, 1] = -1.0
-    weights, _, out = drawn(scores, 2, log_prob=log_prob)
+    weights, out = drawn(scores, 2, log_prob=log_prob)
     exact = ConditionalPoisson(weights.values, 2)
     assert bool((out.index == 0).any(-1).all())
     expected = exact.log_inclusion_of(out.index)
