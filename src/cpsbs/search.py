@@ -6,11 +6,10 @@ the business of ``rows``.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +18,8 @@ from torch import Tensor
 from cpsbs import kernels
 from cpsbs.beams import Beams, Step
 from cpsbs.designs import Candidates, Design, Selection, design_named
-from cpsbs.hypotheses import Hypotheses, Trail
+from cpsbs.extension import extended
+from cpsbs.hypotheses import Hypotheses, Outcome, Trail
 from cpsbs.models.base import SequenceModel
 from cpsbs.polynomials.chunks import beam_chunk_length, read
 from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
@@ -132,14 +132,17 @@ def _search(
         looks = last or rows.looks(number)
         if recorded is None and number > 0 and take.recordable and not path:
             recorded = rows.recorded(take, (take.key, entropy), beam, streams)
+            if recorded is not None:
+                recorded.now.broken.logical_or_(broken)
         if recorded is None:
-            selection, beam, parent, wrong = take.with_selection(beam, rows.scores(beam), streams)
-            broken |= wrong
+            selection, after = take.with_selection(beam, rows.scores(beam), streams)
+            broken = broken | after.broken
             if path:
-                steps.append(_as_step(beam, selection, parent))
+                steps.append(_as_step(after.beam, selection, after.parent))
         else:
-            parent = recorded.run(rows.latest)
-            beam, streams, broken = recorded.beam, recorded.streams, recorded.broken
+            after, streams = recorded.run(rows.latest), recorded.streams
+            broken = after.broken
+        beam, parent = after.beam, after.parent
         trail.append(beam.source, parent, beam.token)
         if looks:
             if bool(broken):
@@ -195,22 +198,26 @@ class _Step:
         return repr(self.design), self.k, self.temperature, self.eos, self.pad
 
     def __call__(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams
-    ) -> tuple[Hypotheses, Tensor, Tensor]:
-        """The hypotheses picked, [b, K] their parents, and whether some score is no number."""
-        return self.with_selection(beam, scores, streams)[1:]
+        self, beam: Hypotheses, scores: Tensor, streams: Streams, into: Outcome | None = None
+    ) -> Outcome:
+        """What comes of the hypotheses, maybe written into ``into``."""
+        return self.with_selection(beam, scores, streams, into)[1]
 
     def with_selection(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams
-    ) -> tuple[Selection, Hypotheses, Tensor, Tensor]:
+        self, beam: Hypotheses, scores: Tensor, streams: Streams, into: Outcome | None = None
+    ) -> tuple[Selection, Outcome]:
         """The same, and what the design returned."""
         candidates = self._candidates(beam, scores)
-        wrong = ~candidates.log_total.isfinite().all()
-        if wrong.device.type == "cpu" and bool(wrong):
+        # On a CPU it is told at once; elsewhere that would be to wait.
+        if scores.device.type == "cpu" and not bool(candidates.log_total.isfinite().all()):
             raise ValueError(NOT_NUMBERS)
         selection = self.design.select(candidates, self.k, streams, self.joint)
-        parent = candidates.parent_of(selection.index)
-        return selection, self._extended(beam, candidates, selection, parent), parent, wrong
+        after = extended(beam, candidates, selection, self.eos, self.pad, into)
+        stopped = self.rows.stops(after.parent, after.beam)
+        if stopped is not None:
+            finished = after.beam.finished.masked_scatter(after.beam.open, stopped)
+            after = replace(after, beam=replace(after.beam, finished=finished))
+        return selection, after
 
     def _candidates(self, beam: Hypotheses, scores: Tensor) -> Candidates:
         """What the open hypotheses can be extended to, and the others as they are."""
@@ -223,51 +230,7 @@ class _Step:
         if terms > 1 and kernels.usable(scores.device):
             terms = kernels.POWER_SUMS
         chunks = read(scores, temperature, length, terms)
-        log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
-        return Candidates(log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
-
-    def _extended(
-        self, beam: Hypotheses, candidates: Candidates, selection: Selection, parent: Tensor
-    ) -> Hypotheses:
-        """The hypotheses picked."""
-        token = selection.index % candidates.shape[-1]
-        was_finished = beam.finished.gather(-1, parent)
-        token = torch.where(was_finished | ~selection.present, self.pad, token)
-        ended = (token[..., None] == _lasting(self.eos, token.device)).any(-1)
-        goes_on = selection.present & ~was_finished & ~ended
-        stopped = self.rows.stops(parent, token, goes_on)
-        if stopped is not None:
-            ended = ended.masked_scatter(goes_on, stopped)
-        log_inclusion = None
-        if selection.log_inclusion is not None and beam.log_inclusion is not None:
-            log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
-        joint = None
-        if selection.joint_log_inclusion is not None and beam.joint is not None:
-            rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
-            columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
-            joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
-        entropy = None
-        if beam.entropy is not None:
-            entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
-        log_prob = candidates.log_prob_of(selection.index)
-        return Hypotheses(
-            source=beam.source,
-            token=token,
-            length=(beam.length.gather(-1, parent) + ~was_finished) * selection.present,
-            log_prob=torch.where(selection.present, log_prob, -math.inf),
-            finished=(was_finished | ended) & selection.present,
-            present=selection.present,
-            state=selection.state,
-            log_inclusion=log_inclusion,
-            joint=joint,
-            entropy=entropy,
-        )
-
-
-@functools.cache
-def _lasting(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """As a tensor that is never freed, because recorded steps go on reading it."""
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
+        return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
 
 def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:

@@ -152,7 +152,8 @@ def _find(
         tl.store(near + at, key, mask=close > 0)
         tl.store(places + at, place, mask=close > 0)
         size += tl.sum(close, axis=0)
-        tl.store(bits + place // 32, tl.zeros_like(place), mask=(place < slots * LENGTH) & (place % 32 == 0))
+        first = (place < slots * LENGTH) & (place % 32 == 0)
+        tl.store(bits + place // 32, tl.zeros_like(place), mask=first)
     tl.debug_barrier()
     level, ties = _threshold(near, size, m, level, NEAR)
     before, tied = 0, 0

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from cpsbs.kernels import POWER_SUMS
 from cpsbs.kernels import poisson_programs as programs
-from cpsbs.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
 from cpsbs.kernels.head import find_head
 from cpsbs.kernels.numbers import host_number
+from cpsbs.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
 from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT, Circle, alias_free
 from cpsbs.polynomials.chunks import Chunks
 
