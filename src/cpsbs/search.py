@@ -22,7 +22,7 @@ from cpsbs.extension import extended
 from cpsbs.hypotheses import Hypotheses, Outcome, Trail
 from cpsbs.models.base import SequenceModel
 from cpsbs.polynomials.chunks import beam_chunk_length, read
-from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
+from cpsbs.randomness import Generators, Streams, fresh_seed
 from cpsbs.recording import RecordedStep
 from cpsbs.rows import Rows, rows_of
 
@@ -38,7 +38,7 @@ def search(
     max_length: int,
     temperature: float = 1.0,
     nucleus: float | None = None,
-    generator: Generators | int = None,
+    generator: Generators | Streams | int = None,
     joint: bool = False,
     entropy: bool = False,
     path: bool = False,
@@ -55,10 +55,10 @@ def search(
         nucleus: keep, after each prefix, only the most probable tokens that make up this much of
             the mass (the paper uses 0.99); the rest is as if it had probability zero.
         generator: a seed or a generator, from which every source gets a stream of its own, by its
-            number; or a generator for each source. Either way a source's draw does not depend on
-            what else is in the batch (but for conditional Poisson with so large a K and so flat a
-            distribution that a source of the batch makes more of all candidates be looked at one by
-            one).
+            number; or a generator for each source, or ``Streams``. Either way a source's draw does
+            not depend on what else is in the batch (but for conditional Poisson with so large a K
+            and so flat a distribution that a source of the batch makes more of all candidates be
+            looked at one by one).
         joint: keep the joint inclusion probabilities along the path, for error bars.
         entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
         path: keep every step.
@@ -71,10 +71,14 @@ def search(
             "a model of transformers goes into TransformersModel(model, **inputs)"
         )
     seed = None
-    if not isinstance(generator, Sequence):
+    if isinstance(generator, Streams):
+        streams = generator
+    elif isinstance(generator, Sequence):
+        streams = Streams(generator, model.sources, model.device)
+    else:
         # A seed for all, from which each source gets a stream of its own.
         seed = generator if isinstance(generator, int) else fresh_seed(generator)
-        generator = split_seed(seed, model.sources, model.device)
+        streams = Streams.split(seed, model.sources, model.device)
     settings = {
         "design": repr(chosen),
         "k": k,
@@ -84,7 +88,6 @@ def search(
         "seed": seed,
         "model": getattr(model, "name", type(model).__name__),
     }
-    streams = Streams(generator, model.sources, model.device)
     on_cuda = torch.device(model.device).type == "cuda"
     try:
         with torch.cuda.device(model.device) if on_cuda else nullcontext():

@@ -20,7 +20,7 @@ from cpsbs.designs import Design
 from cpsbs.extras import required
 from cpsbs.inclusion import Models
 from cpsbs.models.transformers import TransformersModel
-from cpsbs.randomness import fresh_seed, split_seed
+from cpsbs.randomness import Streams, fresh_seed
 from cpsbs.search import search
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -135,7 +135,7 @@ class TextModel:
             max_length=max_length,
             temperature=temperature,
             nucleus=nucleus,
-            generator=split_seed(seed, numbers, self.model.device),
+            generator=Streams.split(seed, numbers, self.model.device),
             joint=joint,
             entropy=entropy,
             path=path,
