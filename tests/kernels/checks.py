@@ -69,6 +69,7 @@ def check_numbers(device: str) -> None:
         ((1, 4, 100), 2, True, 20.0, torch.float32),
         ((1, 2, 200), 2, True, 2.0, torch.bfloat16),
         ((1, 1, 60), 7, True, 1.0, torch.float32),
+        ((1, 2, 40_000), 6, True, 0.5, torch.float32),  # more chunks than a block of the tail
     ]
     for shape, k, odds, scale, dtype in cases:
         scores = random_scores(device, *shape, scale=scale).to(dtype)

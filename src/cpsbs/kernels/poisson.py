@@ -144,7 +144,7 @@ def draw(
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
         PLACES=triton.next_power_of_2(k), POINTS=points,
         BLOCKS=max(4, triton.next_power_of_2(blocks)),
-        GROUP=min(16, triton.next_power_of_2(k)),
+        GROUP=min(16, triton.next_power_of_2(k)), num_warps=8,
     )  # fmt: skip
     log_inclusion = empty(sources, k)
     programs.inclusion[(sources, triton.cdiv(k, 16))](

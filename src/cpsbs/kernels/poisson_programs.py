@@ -14,9 +14,9 @@ TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
 odds of a tail item that bring its bound to a maximum leave the tail hardly any mass."""
 
 BLOCK: tl.constexpr = tl.constexpr(1024)
-"""Chunks that a program of ``tail`` looks at."""
+"""Chunks that a program of ``tail`` looks at: 32 times 32."""
 
-SLICE: tl.constexpr = tl.constexpr(32)
+SLICE: tl.constexpr = tl.constexpr(64)
 """Items of the head that are looked at together."""
 
 COLUMNS: tl.constexpr = tl.constexpr(9)
@@ -137,7 +137,7 @@ def _from_tail(
 ):  # fmt: skip
     """[GROUP] independent items of the tail of a source, each with its log-weight.
 
-    The block of chunks is found by its mass, the chunk by bisection, the token by a running sum.
+    The block of chunks, the chunk and the token are each found by a running sum.
     """
     number = tl.arange(0, GROUP)
     below_one = 1.0 - 2.220446049250313e-16
@@ -150,15 +150,17 @@ def _from_tail(
     at -= tl.sum(tl.where(before, block_mass[None, :], 0.0), axis=1)
     reach += source * parents * chunks
     low = first * BLOCK
-    high = tl.minimum(low + BLOCK, parents * chunks) - 1
+    last = tl.minimum(low + BLOCK, parents * chunks) - 1
     # Rounded, it must stay below what the block reaches.
-    at = tl.minimum(at, tl.load(reach + high) * below_one)
-    for _ in range(10):  # 2^10 is BLOCK
-        middle = (low + high) // 2
-        right = tl.load(reach + middle) <= at
-        low = tl.where(right & (low < high), middle + 1, low)
-        high = tl.where(right, high, middle)
-    found = low.to(tl.int64)
+    at = tl.minimum(at, tl.load(reach + last) * below_one)
+    # By the ends of its 32 parts of 32 chunks, then by those of the chunks of a part.
+    step = tl.arange(0, 32)[None, :]
+    end = low[:, None] + 32 * step + 31
+    passed = tl.load(reach + end, mask=end < last[:, None], other=float("inf")) <= at[:, None]
+    low += 32 * tl.sum(passed.to(tl.int32), axis=1)
+    end = low[:, None] + step
+    passed = tl.load(reach + end, mask=end < last[:, None], other=float("inf")) <= at[:, None]
+    found = (low + tl.sum(passed.to(tl.int32), axis=1)).to(tl.int64)
     parent = found // chunks
     place = tl.arange(0, LENGTH)
     token = (found % chunks * LENGTH)[:, None] + place[None, :]
@@ -236,7 +238,8 @@ def draw(
     point = tl.arange(0, POINTS)
     cosine, sine = tl.load(cosines + point), tl.load(sines + point)
     real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
-    log_z = -k * tilt
+    log_z = tl.where(y == float("inf"), tilt, _softplus(y + tilt))
+    log_z = tl.sum(log_z, axis=0) - k * tilt
     for start in range(0, m, SLICE):
         place_in_head = start + tl.arange(0, SLICE)
         x = tl.load(head + place_in_head, mask=place_in_head < m, other=-float("inf"))
@@ -244,7 +247,6 @@ def draw(
         p, q = _sigmoid(x)[:, None], _sigmoid(-x)[:, None]
         a, b = tl.reduce((q + p * cosine[None, :], p * sine[None, :]), 0, _times)
         real, imaginary = _times(real, imaginary, a, b)
-        log_z += tl.sum(tl.where(x == float("inf"), tilt, _softplus(x)), axis=0)
     terms = sign * powers * tl.exp(degree * (tilt + largest)) / degree
     log_z += tl.sum(terms, axis=0)
     table = order[:, None] * POINTS + point[None, :]
