@@ -171,6 +171,7 @@ def check_head(device: str) -> None:
         ((2, 3, 100), 20, 1.0, torch.float32),
         ((1, 4, 3000), 72, 0.7, torch.float16),
         ((1, 1, 60), 60, 1.0, torch.float32),
+        ((1, 2, 100), 150, 1.0, torch.float32),
         ((2, 2, 1500), 300, 1.3, torch.bfloat16),
     ]
     for (sources, parents, tokens), m, temperature, dtype in cases:

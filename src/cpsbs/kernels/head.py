@@ -137,7 +137,8 @@ def _find(
         before += tl.sum(take, axis=0)
     tl.debug_barrier()
 
-    # Those of their members that are no less.
+    # Those of their members that are no less; all of them, if there are fewer than m chunks.
+    level = tl.where(slots < m, lowest, level)
     size = 0
     for start in range(0, slots * LENGTH, CHUNKS):
         place = start + tl.arange(0, CHUNKS)

@@ -107,6 +107,7 @@ def draw(
     if len(chunks.sums) < POWER_SUMS:
         chunks = chunks.with_terms(POWER_SUMS)
     scores, offset = chunks.scores.contiguous(), offset.contiguous()
+    maxima, sums = chunks.maxima.contiguous(), chunks.sums.contiguous()
     tables = _Tables.of(k, parents * tokens, device)
     points = len(tables.cosines)
 
@@ -123,9 +124,9 @@ def draw(
     reach = empty(sources, parents * per_parent)
     partial = empty(sources, blocks, COLUMNS.value)
     programs.tail[(sources, blocks)](
-        chunks.maxima, chunks.sums, head.values, offset, head.slot_of, again, reach, partial,
+        maxima, sums, head.values, offset, head.slot_of, again, reach, partial,
         inverse_temperature,
-        m, slots, parents, per_parent, chunks.maxima.numel(), blocks,
+        m, slots, parents, per_parent, maxima.numel(), blocks,
         ODDS=odds, num_warps=8,
     )  # fmt: skip
     index = empty(sources, k, dtype=torch.int64)

@@ -85,9 +85,10 @@ def normalize(
 
     From maxima [R, P, C] and sums [R, P, C].
     """
+    log_prob = log_prob.contiguous()
     log_total, offset = torch.empty_like(log_prob), torch.empty_like(log_prob)
     _normalize[(log_prob.numel(),)](
-        maxima.contiguous(), sums.contiguous(), log_prob.contiguous(), log_total, offset,
+        maxima.contiguous(), sums.contiguous(), log_prob, log_total, offset,
         maxima.shape[-1], host_number(1 / temperature, maxima.device),
         BLOCK=512,
     )  # fmt: skip
