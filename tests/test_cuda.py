@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from cpsbs import DESIGNS, ConditionalPoisson, FunctionModel, TransformersModel, search
+from cpsbs.randomness import Streams, split_seed
 from tests.models.tiny import make, prompts
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -52,6 +53,15 @@ def test_samples_have_their_law() -> None:
     likely = pi > 50 / draws
     z = (times - draws * pi) / (draws * pi * (1 - pi)).sqrt()
     assert float(z[likely].abs().max()) < 4.5
+
+
+def test_streams_of_a_seed_are_those_of_its_generators() -> None:
+    ours = Streams.split(2**70 + 5, [3, 0, 7], "cuda").counters
+    theirs = Streams(split_seed(2**70 + 5, [3, 0, 7], "cuda"), 3, torch.device("cuda")).counters
+    assert ours is not None
+    assert theirs is not None
+    assert torch.equal(ours.seeds, theirs.seeds)
+    assert torch.equal(ours.counts, theirs.counts)
 
 
 def test_gradients() -> None:

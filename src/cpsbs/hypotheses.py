@@ -86,6 +86,26 @@ class Hypotheses:
         return Hypotheses(**plain, state={name: next(left) for name in self.state})  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a step leaves."""
+
+    beam: Hypotheses
+    parent: Tensor
+    """[b, K] which of the hypotheses before are extended."""
+    broken: Tensor
+    """Whether some scores were no numbers."""
+
+    def load(self, other: Outcome) -> None:
+        """Become another one, where it is not this one already; what was broken stays broken."""
+        pairs = zip(self.beam.tensors(), other.beam.tensors(), strict=True)
+        for own, new in [*pairs, (self.parent, other.parent)]:
+            if own is not new:
+                own.copy_(new)
+        if self.broken is not other.broken:
+            self.broken.logical_or_(other.broken)
+
+
 class Trail:
     """The parents and tokens of the last steps, from which sequences are read backwards.
 

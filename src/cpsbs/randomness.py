@@ -47,6 +47,19 @@ class Streams:
             both = torch.tensor(seeds, dtype=torch.int64).view(-1, 2).to(device)
             self.counters = Counters(both[:, 0].contiguous(), both[:, 1].contiguous())
 
+    @staticmethod
+    def split(seed: int, sources: int | Sequence[int], device: torch.device | str) -> Streams:
+        """Those of the generators of ``split_seed``, which a card needs not make for it."""
+        device = torch.device(device)
+        numbers = range(sources) if isinstance(sources, int) else sources
+        if device.type != "cuda" or not kernels.usable(device):
+            return Streams(split_seed(seed, numbers, device), len(numbers), device)
+        streams = Streams(None, len(numbers), device)
+        seeds = torch.tensor([_mixed(seed, i) % 2**63 for i in numbers], dtype=torch.int64)
+        seeds = seeds.to(device)
+        streams.counters = Counters(seeds, torch.zeros_like(seeds))
+        return streams
+
     @property
     def separate(self) -> bool:
         """Each row has a stream of its own."""

@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpsbs.hypotheses import Hypotheses
+from cpsbs.hypotheses import Hypotheses, Outcome
 from cpsbs.randomness import Streams
 
 _ONE_AT_A_TIME = threading.Lock()
 
-Step = Callable[[Hypotheses, Tensor, Streams], tuple[Hypotheses, Tensor, Tensor]]
-"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: new hypotheses, their
-parents [b, K], and whether something was no number."""
+Step = Callable[[Hypotheses, Tensor, Streams, Outcome], Outcome]
+"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: what comes of them. It
+may be written into the last argument, whose hypotheses may be the first."""
 
 
 def captured(
@@ -77,35 +77,30 @@ class RecordedStep:
     def __init__(
         self, step: Step, beam: Hypotheses, scores: Tensor, streams: Streams, pool: Any
     ) -> None:
-        self.beam = beam.rebuilt([x.clone() for x in beam.tensors()])
+        own = beam.rebuilt([x.clone() for x in beam.tensors()])
+        broken = torch.zeros((), dtype=torch.bool, device=scores.device)
+        self.now = Outcome(own, torch.empty_like(beam.token), broken)
         self.streams = streams.copy()
-        self.parent = torch.empty_like(beam.token)
-        self.broken = torch.zeros((), dtype=torch.bool, device=scores.device)
         self._scores = scores
 
         def compute() -> None:
-            after, parent, broken = step(self.beam, scores, self.streams)
-            self.parent.copy_(parent)
-            self.broken |= broken
-            for old, new in zip(self.beam.tensors(), after.tensors(), strict=True):
-                if new is not old:
-                    old.copy_(new)
+            self.now.load(step(self.now.beam, scores, self.streams, self.now))
 
         self._graph = captured(compute, pool)
 
     def load(self, beam: Hypotheses, streams: Streams) -> None:
         """Go on from here."""
-        for own, given in zip(self.beam.tensors(), beam.tensors(), strict=True):
+        for own, given in zip(self.now.beam.tensors(), beam.tensors(), strict=True):
             own.copy_(given)
         self.streams.load(streams)
-        self.broken.zero_()
+        self.now.broken.zero_()
 
-    def run(self, scores: Tensor) -> Tensor:
-        """One step; [b, K] the parents of the hypotheses that ``beam`` now holds."""
+    def run(self, scores: Tensor) -> Outcome:
+        """One step."""
         if scores.data_ptr() != self._scores.data_ptr():
             self._scores.copy_(scores)
         self._graph.replay()
-        return self.parent
+        return self.now
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cpsbs import kernels
-from cpsbs.hypotheses import Hypotheses
+from cpsbs.hypotheses import Hypotheses, Outcome
 from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Streams
 from cpsbs.recording import RecordedStep, Step
@@ -56,8 +56,8 @@ class Rows(Protocol):
         """Hypotheses [b, K] extend their parents [b, K] by their last token."""
         ...
 
-    def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
-        """[n] which of the extensions that go on end for another reason than their token."""
+    def stops(self, parent: Tensor, beam: Hypotheses) -> Tensor | None:
+        """[n] which of the hypotheses [b, K] that go on end for another reason than their token."""
         ...
 
     def worth_dropping(self, left: int, all_sources: int) -> bool:
@@ -132,12 +132,13 @@ class FreeRows:
         self.latest = self._model.advance(self._row.gather(-1, parent)[going], beam.token[going])
         self._row = (going.flatten().cumsum(0) - 1).view(going.shape)
 
-    def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
+    def stops(self, parent: Tensor, beam: Hypotheses) -> Tensor | None:
         """As the model says, if it says anything."""
         stops: Any = getattr(self._model, "stops", None)
         if stops is None:
             return None
-        ended: Tensor | None = stops(self._row.gather(-1, parent)[going], token[going])
+        going = beam.open
+        ended: Tensor | None = stops(self._row.gather(-1, parent)[going], beam.token[going])
         return ended
 
     def worth_dropping(self, left: int, all_sources: int) -> bool:
@@ -182,14 +183,14 @@ class FixedRows:
         """As the model has them, those that do not go on written over."""
         if self._begins:
             return self.latest[:, None].expand(-1, self._roots, -1)
-        return _closed(self.latest, beam.open)
+        return _closed(self.latest, beam)
 
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """All of them."""
         self.latest = self._model.step(parent, beam.token)
         self._begins = False
 
-    def stops(self, parent: Tensor, token: Tensor, going: Tensor) -> Tensor | None:
+    def stops(self, parent: Tensor, beam: Hypotheses) -> Tensor | None:
         """Models with fixed rows have no such reason."""
         return None
 
@@ -223,10 +224,8 @@ class FixedRows:
         if self.latest.device.type != "cuda" or streams.counters is None:
             return None
 
-        def closing(
-            beam: Hypotheses, scores: Tensor, streams: Streams
-        ) -> tuple[Hypotheses, Tensor, Tensor]:
-            return step(beam, _closed(scores, beam.open), streams)
+        def closing(beam: Hypotheses, scores: Tensor, streams: Streams, into: Outcome) -> Outcome:
+            return step(beam, _closed(scores, beam), streams, into)
 
         full_key = (key, self.latest.shape, self.latest.dtype)
         memo: dict[Any, Any] = self._model.memo
@@ -246,13 +245,14 @@ class FixedRows:
         return found
 
 
-def _closed(scores: Tensor, going: Tensor) -> Tensor:
+def _closed(scores: Tensor, beam: Hypotheses) -> Tensor:
     """[b, P, V] the scores [b·P, V] of hypotheses [b, P]; those that do not go on written over."""
-    if kernels.usable(going.device):
+    if kernels.usable(scores.device):
         from cpsbs.kernels.closing import close_rows
 
-        close_rows(scores, ~going)
+        close_rows(scores, beam.present, beam.finished)
     else:
-        scores.masked_fill_(~going.view(-1, 1), -math.inf)
-        scores[:, 0].masked_fill_(~going.flatten(), 0.0)
-    return scores.view(*going.shape, -1)
+        closed = ~beam.open.flatten()
+        scores.masked_fill_(closed[:, None], -math.inf)
+        scores[:, 0].masked_fill_(closed, 0.0)
+    return scores.view(*beam.token.shape, -1)

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Streams
 from cpsbs.recording import RecordedStep
 from cpsbs.rows import Rows, rows_of
-
-NOT_NUMBERS = "the model's scores of a prefix are NaN, inf, or all -inf"
+from cpsbs.step import NOT_NUMBERS, Step
 
 
 @dataclass(eq=False)
@@ -85,25 +84,6 @@ class Tasks:
             yield self._begun.popleft()
 
 
-class Stepping(Protocol):
-    """A step of the recursion; see ``search``."""
-
-    recordable: bool
-    key: tuple[object, ...]
-
-    def __call__(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams
-    ) -> tuple[Hypotheses, Tensor, Tensor]:
-        """The hypotheses picked, [b, K] their parents, and whether some score is no number."""
-        ...
-
-    def with_selection(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams
-    ) -> tuple[Selection, Hypotheses, Tensor, Tensor]:
-        """The same, and what the design returned."""
-        ...
-
-
 @dataclass(frozen=True)
 class Plan:
     """What all tasks have in common."""
@@ -111,10 +91,24 @@ class Plan:
     design: Design
     k: int
     max_length: int
-    step: Callable[[Rows, SequenceModel], Stepping]
+    temperature: float
+    nucleus: float | None
     joint: bool
     entropy: bool
     path: bool
+
+    def step(self, rows: Rows, model: SequenceModel) -> Step:
+        """For the rows of a model."""
+        return Step(
+            self.design,
+            self.k,
+            self.temperature,
+            self.nucleus,
+            self.joint,
+            rows,
+            tuple(model.eos),
+            model.pad,
+        )
 
     def first(self, task: Task) -> Hypotheses:
         """The empty sequences of a task."""
@@ -180,20 +174,20 @@ class Run:
         if self._recorded is None and not first and step.recordable and not plan.path:
             key = (step.key, plan.entropy)
             self._recorded = self._rows.recorded(step, key, self._beam, self._streams)
+            if self._recorded is not None:
+                self._recorded.now.broken.logical_or_(self._broken)
         if self._recorded is not None:
-            parent = self._recorded.run(self._rows.latest)
-            self._beam, self._streams = self._recorded.beam, self._recorded.streams
-            self._broken = self._recorded.broken
+            after = self._recorded.run(self._rows.latest)
+            self._streams, self._broken = self._recorded.streams, after.broken
         else:
             scores = self._rows.scores(self._beam)
-            selection, self._beam, parent, wrong = step.with_selection(
-                self._beam, scores, self._streams
-            )
-            self._broken |= wrong
+            selection, after = step.with_selection(self._beam, scores, self._streams)
+            self._broken = self._broken | after.broken
             if plan.path and self._owner[0] is not None:
-                self._owner[0].path.append(_path_step(self._beam, selection, parent))
-        self._trail.append(self._slot, parent, self._beam.token)
-        return parent
+                self._owner[0].path.append(_path_step(after.beam, selection, after.parent))
+        self._beam = after.beam
+        self._trail.append(self._slot, after.parent, after.beam.token)
+        return after.parent
 
     def _look(self) -> list[bool]:
         """Which places have hypotheses that go on."""
@@ -235,14 +229,13 @@ class Run:
         """The sources of a task, with their first tokens, in these places; [b, K] parents then."""
         plan, at = self._plan, self._tensor(places)
         roots = plan.design.roots(plan.k)
-        _, beam, own_parent, wrong = self._step.with_selection(
-            plan.first(task), task.scores[:, None].expand(-1, roots, -1), task.streams
-        )
-        pairs = zip(self._beam.tensors(), beam.tensors(), strict=True)
+        scores = task.scores[:, None].expand(-1, roots, -1)
+        after = self._step(plan.first(task), scores, task.streams)
+        pairs = zip(self._beam.tensors(), after.beam.tensors(), strict=True)
         self._streams.put(places, task.streams)
         self._replace(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
-        self._broken |= wrong
-        self._trail.begin(self._slot[at], own_parent, beam.token)
+        self._broken.logical_or_(after.broken)
+        self._trail.begin(self._slot[at], after.parent, after.beam.token)
         self._rows.join(places, task.model)
         for i in places:
             self._owner[i], self._age[i] = task, 1

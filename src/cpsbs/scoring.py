@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cpsbs.beams import Beams
 from cpsbs.models.base import SequenceModel
-from cpsbs.search import processed
+from cpsbs.step import processed
 
 
 def log_prob(

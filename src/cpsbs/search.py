@@ -1,7 +1,7 @@
 """The recursion: Y_0 = {BOS}; Y_t = K of (Y_{t−1} ∘ V), picked by a design; return Y_T.
 
-Everything is written for B sources at once. Which of the model's rows belong to which hypotheses is
-the business of ``rows``.
+Everything is written for B sources at once: ``runs`` has the loop, ``step`` what is done in it, and
+which of the model's rows belong to which hypotheses is the business of ``rows``.
 """
 
 from __future__ import annotations
@@ -9,22 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cpsbs import kernels
 from cpsbs.beams import Beams
-from cpsbs.designs import Candidates, Design, Selection, design_named
-from cpsbs.hypotheses import Hypotheses
+from cpsbs.designs import Design, design_named
 from cpsbs.models.base import SequenceModel
-from cpsbs.polynomials.chunks import beam_chunk_length, read
-from cpsbs.randomness import Generators, Streams, fresh_seed, split_seed
-from cpsbs.rows import Rows
-from cpsbs.runs import NOT_NUMBERS, Plan, Run, Task, Tasks, collected
+from cpsbs.randomness import Generators, Streams, fresh_seed
+from cpsbs.runs import Plan, Run, Task, Tasks, collected
 
 
 def search(
@@ -35,7 +28,7 @@ def search(
     max_length: int,
     temperature: float = 1.0,
     nucleus: float | None = None,
-    generator: Generators | int = None,
+    generator: Generators | Streams | int = None,
     joint: bool = False,
     entropy: bool = False,
     path: bool = False,
@@ -86,7 +79,7 @@ def search_each(
     max_length: int,
     temperature: float = 1.0,
     nucleus: float | None = None,
-    generator: int | Iterable[Sequence[torch.Generator]] | None = None,
+    generator: int | Iterable[Sequence[torch.Generator] | Streams] | None = None,
     joint: bool = False,
     entropy: bool = False,
     path: bool = False,
@@ -113,8 +106,7 @@ def search_each(
     """
     chosen = design_named(design)
     check_settings(k, max_length, temperature, nucleus)
-    step = partial(_Step.of, chosen, k, temperature, nucleus, joint)
-    plan = Plan(chosen, k, max_length, step, joint, entropy, path)
+    plan = Plan(chosen, k, max_length, temperature, nucleus, joint, entropy, path)
     seed = fresh_seed(None) if generator is None else generator
     settings = {
         "design": repr(chosen),
@@ -129,7 +121,7 @@ def search_each(
 
 def _tasks(
     models: Iterable[SequenceModel],
-    generator: int | Iterable[Sequence[torch.Generator]],
+    generator: int | Iterable[Sequence[torch.Generator] | Streams],
     settings: Mapping[str, Any],
 ) -> Iterator[Task]:
     """The models with their streams of random numbers."""
@@ -143,14 +135,17 @@ def _tasks(
             )
         if isinstance(generator, int):
             numbers = range(count, count + model.sources)
-            own: Sequence[torch.Generator] = split_seed(generator, numbers, model.device)
+            streams = Streams.split(generator, numbers, model.device)
             count += model.sources
         else:
             assert given is not None
-            own = next(given)
+            streams = _streams(next(given), model)
         name = getattr(model, "name", type(model).__name__)
-        streams = Streams(own, model.sources, model.device)
         yield Task(model, streams, {**settings, "model": name})
+
+
+def _streams(given: Sequence[torch.Generator] | Streams, model: SequenceModel) -> Streams:
+    return given if isinstance(given, Streams) else Streams(given, model.sources, model.device)
 
 
 @torch.no_grad()
@@ -193,130 +188,3 @@ def check_settings(k: int, max_length: int, temperature: float, nucleus: float |
         raise ValueError(f"temperature is {temperature}; allowed are finite numbers above 0")
     if nucleus is not None and not 0 < nucleus <= 1:
         raise ValueError(f"nucleus is {nucleus}; allowed are numbers above 0, up to 1, and None")
-
-
-@dataclass(frozen=True)
-class _Step:
-    """One step of the recursion, from scores to hypotheses."""
-
-    design: Design
-    k: int
-    temperature: float
-    nucleus: float | None
-    joint: bool
-    rows: Rows
-    eos: tuple[int, ...]
-    pad: int
-
-    @classmethod
-    def of(
-        cls,
-        design: Design,
-        k: int,
-        temperature: float,
-        nucleus: float | None,
-        joint: bool,
-        rows: Rows,
-        model: SequenceModel,
-    ) -> _Step:
-        """For the rows of a model."""
-        return cls(design, k, temperature, nucleus, joint, rows, tuple(model.eos), model.pad)
-
-    @property
-    def recordable(self) -> bool:
-        """Whether it never looks at what it computes."""
-        return self.design.recordable(self.k) and not self.joint and self.nucleus is None
-
-    @property
-    def key(self) -> tuple[object, ...]:
-        """What a recording of it depends on."""
-        return repr(self.design), self.k, self.temperature, self.eos, self.pad
-
-    def __call__(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams
-    ) -> tuple[Hypotheses, Tensor, Tensor]:
-        """The hypotheses picked, [b, K] their parents, and whether some score is no number."""
-        return self.with_selection(beam, scores, streams)[1:]
-
-    def with_selection(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams
-    ) -> tuple[Selection, Hypotheses, Tensor, Tensor]:
-        """The same, and what the design returned."""
-        candidates = self._candidates(beam, scores)
-        wrong = ~candidates.log_total.isfinite().all()
-        if wrong.device.type == "cpu" and bool(wrong):
-            raise ValueError(NOT_NUMBERS)
-        selection = self.design.select(candidates, self.k, streams, self.joint)
-        parent = candidates.parent_of(selection.index)
-        return selection, self._extended(beam, candidates, selection, parent), parent, wrong
-
-    def _candidates(self, beam: Hypotheses, scores: Tensor) -> Candidates:
-        """What the open hypotheses can be extended to, and the others as they are."""
-        temperature = self.temperature
-        if self.nucleus is not None:
-            scores, temperature = processed(scores, temperature, self.nucleus), 1.0
-        _, parents, tokens = scores.shape
-        length = beam_chunk_length(parents, tokens, self.k, scores.device)
-        terms = self.design.power_sums
-        if terms > 1 and kernels.usable(scores.device):
-            terms = kernels.POWER_SUMS
-        chunks = read(scores, temperature, length, terms)
-        log_prob = torch.where(beam.present, beam.log_prob, -math.inf)
-        return Candidates(log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
-
-    def _extended(
-        self, beam: Hypotheses, candidates: Candidates, selection: Selection, parent: Tensor
-    ) -> Hypotheses:
-        """The hypotheses picked."""
-        token = selection.index % candidates.shape[-1]
-        was_finished = beam.finished.gather(-1, parent)
-        token = torch.where(was_finished | ~selection.present, self.pad, token)
-        ended = (token[..., None] == _lasting(self.eos, token.device)).any(-1)
-        goes_on = selection.present & ~was_finished & ~ended
-        stopped = self.rows.stops(parent, token, goes_on)
-        if stopped is not None:
-            ended = ended.masked_scatter(goes_on, stopped)
-        log_inclusion = None
-        if selection.log_inclusion is not None and beam.log_inclusion is not None:
-            log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
-        joint = None
-        if selection.joint_log_inclusion is not None and beam.joint is not None:
-            rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
-            columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
-            joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
-        entropy = None
-        if beam.entropy is not None:
-            entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
-        log_prob = candidates.log_prob_of(selection.index)
-        return Hypotheses(
-            source=beam.source,
-            token=token,
-            length=(beam.length.gather(-1, parent) + ~was_finished) * selection.present,
-            log_prob=torch.where(selection.present, log_prob, -math.inf),
-            finished=(was_finished | ended) & selection.present,
-            present=selection.present,
-            state=selection.state,
-            log_inclusion=log_inclusion,
-            joint=joint,
-            entropy=entropy,
-        )
-
-
-@cache
-def _lasting(tokens: tuple[int, ...], device: torch.device) -> Tensor:
-    """As a tensor that is never freed, because recorded steps go on reading it."""
-    return torch.tensor(tokens, dtype=torch.int64, device=device)
-
-
-def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:
-    """A model's scores [..., V], in float32 or float64, scaled and truncated.
-
-    With ``nucleus``, -inf for all but the most probable tokens that make up this mass.
-    """
-    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
-    if nucleus is None or nucleus == 1:
-        return scores
-    ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
-    before = ordered.cumsum(-1) - ordered
-    keep = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < nucleus)
-    return scores.masked_fill(~keep, -math.inf)

@@ -21,7 +21,7 @@ from cpsbs.designs import Design
 from cpsbs.extras import required
 from cpsbs.inclusion import Models
 from cpsbs.models.transformers import TransformersModel
-from cpsbs.randomness import fresh_seed, split_seed
+from cpsbs.randomness import Streams, fresh_seed
 from cpsbs.search import search_each
 
 EMBEDDED = Path(__file__).parent / "embedded"
@@ -176,7 +176,7 @@ class TextModel:
             max_length=length,
             temperature=temperature,
             nucleus=nucleus,
-            generator=(split_seed(chosen, own, self.model.device) for own in numbers),
+            generator=(Streams.split(chosen, own, self.model.device) for own in numbers),
             joint=joint,
             entropy=entropy,
             path=path,

@@ -251,7 +251,7 @@ def test_without_a_device_rows_are_moved() -> None:
 
 def test_rows_are_written_where_their_source_stands() -> None:
     states = torch.zeros(2, 4, 2, 8, 3)
-    layer: Any = RowLayer(states[0], states[1], Clock(torch.tensor([2, 5]), 6))
+    layer: Any = RowLayer(states[0], states[1], Clock(torch.tensor([2, 5]), 6, 0))
     new = torch.randn(2, 4, 2, 1, 3)
     key, value = layer.update(new[0], new[1])
     assert key.shape == value.shape == (4, 2, 6, 3)

@@ -11,6 +11,7 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -44,12 +45,16 @@ class Candidates:
     @property
     def log_total(self) -> Tensor:
         """[B, P] float64, log Σ exp(score)."""
-        return self.chunks.log_total
+        return self._normalized[0]
 
     @property
     def offset(self) -> Tensor:
         """[B, P] float64; log p of a candidate is its score plus this."""
-        return self.log_prob - self.log_total
+        return self._normalized[1]
+
+    @cached_property
+    def _normalized(self) -> tuple[Tensor, Tensor]:
+        return self.chunks.normalize(self.log_prob)
 
     def log_conditional(self) -> Tensor:
         """[B, P, V] float64 log p(token | parent)."""

@@ -29,8 +29,8 @@ class DrawingDesign(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """``draw``; but sources with too few candidates keep them all, with certainty."""
-        sources, parents, tokens = candidates.shape
-        few = torch.ones(sources, dtype=torch.bool, device=candidates.log_prob.device)
+        _, parents, tokens = candidates.shape
+        few: Tensor | None = None
         if parents * tokens > k:
             try:
                 return self.draw(candidates, k, streams, joint)
@@ -39,9 +39,9 @@ class DrawingDesign(Design):
         here = min(k, parents * tokens)
         values, index = candidates.chunks.largest(candidates.offset, here)
         kept = _everything(values, index, k, joint)
-        rows = (~few).nonzero()[:, 0]
-        if len(rows) == 0:
+        if few is None or bool(few.all()):
             return kept
+        rows = (~few).nonzero()[:, 0]
         drawn = self.draw(candidates.of(rows), k, streams.select(rows), joint)
         return _with_rows(kept, rows, drawn)
 

@@ -61,7 +61,7 @@ def invert(candidates: Candidates, code: Tensor) -> tuple[Tensor, Tensor, Tensor
     stretch of a chunk is found, then that of the token in it.
     """
     chunks, (_, parents, tokens) = candidates.chunks, candidates.shape
-    share = (chunks.log_masses - chunks.log_total[..., None]).exp_()
+    share = (chunks.log_masses - candidates.log_total[..., None]).exp_()
     end = share.cumsum(-1)
     # Rounded, a level must stay below the total.
     level = code[..., None] * end[..., -1:] * BELOW_ONE

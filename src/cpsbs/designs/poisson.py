@@ -74,7 +74,7 @@ class ConditionalPoissonDesign(DrawingDesign):
 def draw_poisson(weights: Weights, k: int, streams: Streams, joint: bool) -> Selection:
     """A conditional Poisson sample, with its inclusion probabilities."""
     counters = streams.counters
-    of_scores = isinstance(weights, CandidateWeights) and weights.chunks.sums.dtype == torch.float32
+    of_scores = isinstance(weights, CandidateWeights) and weights.chunks.by_kernels
     if counters is not None and of_scores and not joint and k <= MOST_BY_KERNEL:
         return _by_kernel(cast(CandidateWeights, weights), k, counters)
     with torch.inference_mode():
@@ -96,10 +96,6 @@ def _by_kernel(weights: CandidateWeights, k: int, counters: Counters) -> Selecti
     """The same by ``cpsbs.kernels``, where sources with too few candidates keep them all."""
     from cpsbs.kernels.poisson import draw
 
-    head, index = weights.largest(min(8 * k + 40, weights.shape[1]))
-    drawn = draw(
-        weights.chunks, weights.offset, weights.odds, head, index, k,
-        counters.seeds, counters.counts,
-    )  # fmt: skip
-    counters.counts.add_(1)
+    seeds, counts = counters.seeds, counters.counts
+    drawn = draw(weights.chunks, weights.offset, weights.odds, k, seeds, counts)
     return Selection(drawn.index, drawn.present, drawn.log_inclusion)

@@ -14,6 +14,9 @@ POWER_SUMS = 8
 """How many the first reading of the scores collects where they are wanted: on a GPU they cost no
 time, and more would be needed by no distribution (see ``kernels.poisson``)."""
 
+MOST_IN_HEAD = 4096
+"""How many of the largest candidates a kernel finds; it compares all pairs of them."""
+
 
 def usable(device: torch.device) -> bool:
     """Whether kernels run on this device: a CUDA card with Triton, or Triton's interpreter."""

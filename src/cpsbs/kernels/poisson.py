@@ -1,9 +1,10 @@
 """A conditional Poisson sample of a beam's candidates, and its inclusion probabilities.
 
 The mathematics is that of ``cpsbs.polynomials``, for the sources of a batch side by side. From the
-first reading of the scores and the head of M largest candidates,
+first reading of the scores,
 
-1. ``without_head`` adds up again the chunks that hold some of the head, without it;
+0. ``find_head`` finds the M largest candidates, and marks them in the chunks that it looks at;
+1. ``without_head`` adds up these chunks again, without the head;
 2. ``tail`` turns the sums of all chunks into masses to draw from, and adds them up;
 3. ``draw`` finds the tilt and the law of the number of heads, flips the coins until it has K of
    them, and draws from the tail what the head leaves open;
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from cpsbs.kernels import POWER_SUMS
 from cpsbs.kernels import poisson_programs as programs
+from cpsbs.kernels.head import find_head
+from cpsbs.kernels.numbers import host_number
 from cpsbs.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
-from cpsbs.kernels.reading import host_number
 from cpsbs.polynomials.bernoulli_sum import TAIL_ODDS_LIMIT, Circle, alias_free
 from cpsbs.polynomials.chunks import Chunks
 
@@ -89,63 +91,65 @@ class Drawn:
 
 
 def draw(
-    chunks: Chunks, offset: Tensor, odds: bool, head: Tensor, head_index: Tensor, k: int,
-    seeds: Tensor, counts: Tensor,
-) -> Drawn:  # fmt: skip
+    chunks: Chunks, offset: Tensor, odds: bool, k: int, seeds: Tensor, counts: Tensor
+) -> Drawn:
     """Draw K of the candidates of each source; log p of one is its score plus offset [R, P].
 
-    ``head`` [R, M] are the largest log-weights, descending, at ``head_index``; K ≤ M. ``seeds``
-    and ``counts`` [R] are those of the random streams.
+    ``seeds`` and ``counts`` [R] are those of the random streams, which are counted on.
     """
     sources, parents, tokens = chunks.shape
-    m, per_parent = head.shape[-1], chunks.maxima.shape[-1]
+    m, per_parent = min(8 * k + 40, parents * tokens), chunks.maxima.shape[-1]
+    head = find_head(chunks, offset, m, "odds" if odds else "probability")
+    slots = head.chosen.shape[-1]
     blocks = triton.cdiv(parents * per_parent, BLOCK.value)
-    device = head.device
-    temperature = host_number(chunks.temperature, device)
+    device = offset.device
+    inverse_temperature = host_number(1 / chunks.temperature, device)
     if len(chunks.sums) < POWER_SUMS:
         chunks = chunks.with_terms(POWER_SUMS)
     scores, offset = chunks.scores.contiguous(), offset.contiguous()
+    maxima, sums = chunks.maxima.contiguous(), chunks.sums.contiguous()
     tables = _Tables.of(k, parents * tokens, device)
     points = len(tables.cosines)
 
     def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    slot_of = torch.zeros((sources, parents * per_parent), dtype=torch.int32, device=device)
-    again = empty(sources, m, TERMS.value)
-    bits = empty(sources, m, chunks.length // 32, dtype=torch.int64)
-    programs.without_head[(sources, m)](
-        scores, head_index, head, offset, slot_of, again, bits,
-        m, parents, tokens, per_parent, temperature,
-        LENGTH=chunks.length,
+    again = empty(sources, slots, TERMS.value)
+    group = max(1, 1024 // chunks.length)
+    programs.without_head[(sources, triton.cdiv(slots, group))](
+        scores, head.chosen, head.bits, head.values, offset, again, inverse_temperature,
+        m, slots, parents, tokens, per_parent,
+        LENGTH=chunks.length, GROUP=group,
     )  # fmt: skip
     reach = empty(sources, parents * per_parent)
     partial = empty(sources, blocks, COLUMNS.value)
     programs.tail[(sources, blocks)](
-        chunks.maxima, chunks.sums, head, offset, slot_of, again, reach, partial,
-        m, parents, per_parent, chunks.maxima.numel(), blocks, temperature,
-        ODDS=odds,
+        maxima, sums, head.values, offset, head.slot_of, again, reach, partial,
+        inverse_temperature,
+        m, slots, parents, per_parent, maxima.numel(), blocks,
+        ODDS=odds, num_warps=8,
     )  # fmt: skip
-    index = torch.zeros((sources, k), dtype=torch.int64, device=device)
+    index = empty(sources, k, dtype=torch.int64)
     picked, present = empty(sources, k), empty(sources, k, dtype=torch.bool)
     tilts, probability, log_normalizer = empty(sources), empty(sources), empty(sources)
     turned = empty(sources, 2, points)
     n = parents * tokens
     programs.draw[(sources,)](
-        scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
+        scores, head.index, head.values, offset, head.slot_of, head.bits, reach, partial,
+        seeds, counts,
         tables.cosines, tables.sines, tables.back, tables.tail_real, tables.tail_imaginary,
         tables.binomials,
-        index, picked, present, tilts, turned, probability, log_normalizer,
-        k, m, parents, tokens, per_parent, blocks, temperature,
+        index, picked, present, tilts, turned, probability, log_normalizer, inverse_temperature,
+        k, m, slots, parents, tokens, per_parent, blocks,
         -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
         PLACES=triton.next_power_of_2(k), POINTS=points,
         BLOCKS=max(4, triton.next_power_of_2(blocks)),
-        GROUP=min(16, triton.next_power_of_2(k)),
+        GROUP=min(16, triton.next_power_of_2(k)), num_warps=8,
     )  # fmt: skip
     log_inclusion = empty(sources, k)
     programs.inclusion[(sources, triton.cdiv(k, 16))](
-        picked, present, tilts, turned, probability, head,
+        picked, present, tilts, turned, probability, head.values,
         tables.cosines, tables.sines, tables.lifts, log_inclusion,
         k, m,
         PLACES=16, COINS=triton.next_power_of_2(m), POINTS=points,

@@ -7,80 +7,77 @@ import triton.language as tl
 
 from cpsbs.kernels import POWER_SUMS
 from cpsbs.kernels.noise import uniform64
+from cpsbs.kernels.numbers import scaled
 
 TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
 """Power sums. What the series leaves out is below 1e-8: see ``CandidateWeights.power_sums``; the
 odds of a tail item that bring its bound to a maximum leave the tail hardly any mass."""
 
 BLOCK: tl.constexpr = tl.constexpr(1024)
-"""Chunks that a program of ``tail`` looks at."""
+"""Chunks that a program of ``tail`` looks at: 32 times 32."""
 
-SLICE: tl.constexpr = tl.constexpr(32)
+SLICE: tl.constexpr = tl.constexpr(64)
 """Items of the head that are looked at together."""
 
 COLUMNS: tl.constexpr = tl.constexpr(9)
 """Sums of a block: TERMS powers of p, and the mass of its weights."""
 
 
-NUMBERS = ["k", "m", "parents", "tokens", "chunks", "table", "blocks"]
+NUMBERS = ["k", "m", "slots", "parents", "tokens", "chunks", "table", "blocks"]
 """Arguments that differ from search to search; compiling for certain values takes seconds."""
 
 
 @triton.jit
-def _log_p(scores, base, token, tokens, temperature, offset):
+def _log_p(scores, base, token, tokens, inverse_temperature, offset):
     """Float64 log p of the tokens of a row that starts at ``base``; -inf beyond its end."""
     x = tl.load(scores + base + token, mask=token < tokens, other=-float("inf"))
-    return x.to(tl.float32).to(tl.float64) / temperature + offset
+    return scaled(x, inverse_temperature) + offset
 
 
 @triton.jit
-def _in_head(item, head, size):
-    """[L] whether the items [L] are among the ``size`` ones at ``head``, as 0 or 1."""
-    found = tl.zeros_like(item).to(tl.int32)
-    for start in range(0, size, SLICE):
-        place = start + tl.arange(0, SLICE)
-        other = tl.load(head + place, mask=place < size, other=-1)
-        found = tl.maximum(found, tl.max((item[:, None] == other[None, :]).to(tl.int32), axis=1))
-    return found
+def _unit(head, m):
+    """What the weights of the tail are relative to: the smallest one of the head."""
+    unit = tl.load(head + m - 1)
+    return tl.where(unit == -float("inf"), 0.0, unit)
+
+
+@triton.jit
+def _in_head(bits, chunk, there, LENGTH: tl.constexpr):
+    """[G, L] which members of the chunks [G] are in the head, where they may be at all."""
+    place = tl.arange(0, LENGTH)[None, :]
+    word = (chunk * (LENGTH // 32))[:, None] + place // 32
+    return (tl.load(bits + word, mask=there[:, None], other=0) >> place % 32) & 1 > 0
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def without_head(
-    scores, head_index, head, offset, slot_of, again, bits,
-    m, parents, tokens, chunks, temperature,
-    LENGTH: tl.constexpr,
+    scores, chosen, bits, head, offset, again, inverse_temperature,
+    m, slots, parents, tokens, chunks,
+    LENGTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The chunk of one item of the head: sums of powers of e^{log p − unit} without the head."""
+    """Some of the chunks that hold the head: sums of powers of e^{log p − unit} without it."""
     source = tl.program_id(0).to(tl.int64)
-    slot = tl.program_id(1)
-    temperature = tl.load(temperature)
-    unit = tl.load(head + source * m + m - 1)
-    unit = tl.where(unit == -float("inf"), 0.0, unit)
-    item = tl.load(head_index + source * m + slot)
-    parent, token = item // tokens, item % tokens
-    chunk = token // LENGTH
-    token = chunk * LENGTH + tl.arange(0, LENGTH)
-    shift = tl.load(offset + source * parents + parent)
-    base = (source * parents + parent) * tokens
-    log_p = _log_p(scores, base, token, tokens, temperature, shift)
-    taken = _in_head(parent * tokens + token, head_index + source * m, m)
-    weight = tl.exp(tl.where(taken > 0, -float("inf"), log_p - unit).to(tl.float32))
+    slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    here = slot < slots
+    chunk = tl.load(chosen + source * slots + slot, mask=here, other=0)
+    parent = source * parents + chunk // chunks
+    token = (chunk % chunks * LENGTH)[:, None] + tl.arange(0, LENGTH)[None, :]
+    shift = tl.load(offset + parent) - _unit(head + source * m, m)
+    base = (parent * tokens)[:, None]
+    log_w = _log_p(scores, base, token, tokens, tl.load(inverse_temperature), shift[:, None])
+    taken = _in_head(bits, source * slots + slot, here, LENGTH)
+    weight = tl.exp(tl.where(taken, -float("inf"), log_w).to(tl.float32))
     power = weight
-    place = again + (source * m + slot) * TERMS
+    out = again + (source * slots + slot) * TERMS
     for j in tl.static_range(TERMS):
-        tl.store(place + j, tl.sum(power, axis=0).to(tl.float64))
+        tl.store(out + j, tl.sum(power, axis=1).to(tl.float64), mask=here)
         power *= weight
-    tl.store(slot_of + source * parents * chunks + parent * chunks + chunk, slot + 1)
-    # Which of its tokens are in the head, 32 to a word.
-    words = tl.reshape(taken, (LENGTH // 32, 32)).to(tl.int64) << tl.arange(0, 32)[None, :]
-    word = (source * m + slot) * (LENGTH // 32) + tl.arange(0, LENGTH // 32)
-    tl.store(bits + word, tl.sum(words, axis=1))
 
 
 @triton.jit(do_not_specialize=NUMBERS)
 def tail(
-    maxima, sums, head, offset, slot_of, again, reach, partial,
-    m, parents, chunks, table, blocks, temperature,
+    maxima, sums, head, offset, slot_of, again, reach, partial, inverse_temperature,
+    m, slots, parents, chunks, table, blocks,
     ODDS: tl.constexpr,
 ):  # fmt: skip
     """Masses of some chunks of one source, and sums over them."""
@@ -89,27 +86,29 @@ def tail(
     count = parents * chunks
     chunk = block * BLOCK + tl.arange(0, BLOCK)
     here = chunk < count
-    unit = tl.load(head + source * m + m - 1)
-    unit = tl.where(unit == -float("inf"), 0.0, unit)
-    shift = tl.load(offset + source * parents + chunk // chunks, mask=here, other=0.0) - unit
+    term = tl.arange(0, TERMS).to(tl.int64)
     place = source * count + chunk
-    top = tl.load(maxima + place, mask=here, other=-float("inf")).to(tl.float64)
-    weight = tl.exp(tl.minimum(top / tl.load(temperature) + shift, 0.0))
+    # Everything is loaded before anything is waited for.
+    value = tl.load(sums + term[:, None] * table + place[None, :], mask=here[None, :], other=0.0)
     slot = tl.load(slot_of + place, mask=here, other=0)
-    own = again + (source * m + tl.maximum(slot - 1, 0)) * TERMS
-    power = weight
-    odds = tl.exp(unit)
-    factor = 1.0
-    total = tl.zeros_like(weight)
+    top = tl.load(maxima + place, mask=here, other=-float("inf"))
+    shift = tl.load(offset + source * parents + chunk // chunks, mask=here, other=0.0)
+    unit = _unit(head + source * m, m)
+    log_weight = scaled(top, tl.load(inverse_temperature)) + shift - unit
+    weight = tl.exp(tl.minimum(log_weight, 0.0))
+    power = tl.cumprod(tl.broadcast_to(weight[None, :], (TERMS, BLOCK)), axis=0)
+    own = again + (source * slots + slot - 1) * TERMS
+    looked_at = (slot > 0)[None, :]
+    alone = tl.load(own[None, :] + term[:, None], mask=looked_at, other=0.0)
+    value = tl.where(looked_at, alone, value.to(tl.float64) * power)
     out = partial + (source * blocks + block) * COLUMNS
-    for j in tl.static_range(TERMS):
-        value = tl.load(sums + j * table + place, mask=here, other=0.0).to(tl.float64) * power
-        value = tl.where(slot > 0, tl.load(own + j, mask=slot > 0, other=0.0), value)
-        tl.store(out + j, tl.sum(value, axis=0))
-        # p/(1 − p) = Σ p^j
-        total += value * factor
-        factor = factor * odds if ODDS else 0.0
-        power *= weight
+    tl.store(out + term, tl.sum(value, axis=1))
+    total = value
+    if ODDS:  # p/(1 − p) = Σ p^j
+        total = value * tl.exp(unit * term.to(tl.float64))[:, None]
+    else:
+        total = tl.where((term == 0)[:, None], value, 0.0)
+    total = tl.sum(total, axis=0)
     tl.store(reach + place, tl.cumsum(total, axis=0), mask=here)
     tl.store(out + TERMS, tl.sum(total, axis=0))
 
@@ -133,12 +132,12 @@ def _times(a, b, c, d):
 @triton.jit
 def _from_tail(
     scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
-    m, parents, tokens, chunks, temperature,
+    slots, parents, tokens, chunks, inverse_temperature,
     ODDS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
     """[GROUP] independent items of the tail of a source, each with its log-weight.
 
-    The block of chunks is found by its mass, the chunk by bisection, the token by a running sum.
+    The block of chunks, the chunk and the token are each found by a running sum.
     """
     number = tl.arange(0, GROUP)
     below_one = 1.0 - 2.220446049250313e-16
@@ -151,26 +150,26 @@ def _from_tail(
     at -= tl.sum(tl.where(before, block_mass[None, :], 0.0), axis=1)
     reach += source * parents * chunks
     low = first * BLOCK
-    high = tl.minimum(low + BLOCK, parents * chunks) - 1
+    last = tl.minimum(low + BLOCK, parents * chunks) - 1
     # Rounded, it must stay below what the block reaches.
-    at = tl.minimum(at, tl.load(reach + high) * below_one)
-    for _ in range(10):  # 2^10 is BLOCK
-        middle = (low + high) // 2
-        right = tl.load(reach + middle) <= at
-        low = tl.where(right & (low < high), middle + 1, low)
-        high = tl.where(right, high, middle)
-    found = low.to(tl.int64)
+    at = tl.minimum(at, tl.load(reach + last) * below_one)
+    # By the ends of its 32 parts of 32 chunks, then by those of the chunks of a part.
+    step = tl.arange(0, 32)[None, :]
+    end = low[:, None] + 32 * step + 31
+    passed = tl.load(reach + end, mask=end < last[:, None], other=float("inf")) <= at[:, None]
+    low += 32 * tl.sum(passed.to(tl.int32), axis=1)
+    end = low[:, None] + step
+    passed = tl.load(reach + end, mask=end < last[:, None], other=float("inf")) <= at[:, None]
+    found = (low + tl.sum(passed.to(tl.int32), axis=1)).to(tl.int64)
     parent = found // chunks
     place = tl.arange(0, LENGTH)
     token = (found % chunks * LENGTH)[:, None] + place[None, :]
     shift = tl.load(offset + source * parents + parent)
     base = ((source * parents + parent) * tokens)[:, None]
-    log_w = _log_p(scores, base, token, tokens, temperature, shift[:, None])
+    log_w = _log_p(scores, base, token, tokens, inverse_temperature, shift[:, None])
     slot = tl.load(slot_of + source * parents * chunks + found)
-    word = ((source * m + tl.maximum(slot - 1, 0)) * (LENGTH // 32))[:, None] + place[None, :] // 32
-    words = tl.load(bits + word, mask=(slot > 0)[:, None], other=0)
-    taken = (words >> (place[None, :] % 32).to(tl.int64)) & 1
-    log_w = tl.where(taken > 0, -float("inf"), log_w)
+    taken = _in_head(bits, source * slots + slot - 1, slot > 0, LENGTH)
+    log_w = tl.where(taken, -float("inf"), log_w)
     if ODDS:
         log_w -= tl.log(1.0 - tl.exp(log_w))
     end = tl.cumsum(tl.exp(log_w - unit), axis=1)
@@ -185,13 +184,13 @@ def _from_tail(
 def draw(
     scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
     cosines, sines, back, tail_real, tail_imaginary, binomials,
-    index, picked, present, tilts, turned, probability, log_normalizer,
-    k, m, parents, tokens, chunks, blocks, temperature, log_low, log_high, log_limit,
+    index, picked, present, tilts, turned, probability, log_normalizer, inverse_temperature,
+    k, m, slots, parents, tokens, chunks, blocks, log_low, log_high, log_limit,
     ODDS: tl.constexpr, LENGTH: tl.constexpr, COINS: tl.constexpr, PLACES: tl.constexpr,
     POINTS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """The sample of one source."""
-    temperature = tl.load(temperature)
+    inverse_temperature = tl.load(inverse_temperature)
     source = tl.program_id(0).to(tl.int64)
     head += source * m
     head_index += source * m
@@ -204,8 +203,7 @@ def draw(
     follows = tl.load(head + k, mask=k < m, other=0.0)
     reference = tl.where(reference == float("inf"), follows, reference)
     reference = tl.where(tl.abs(reference) == float("inf"), 0.0, reference)
-    unit = tl.load(head + m - 1)
-    unit = tl.where(unit == -float("inf"), 0.0, unit)
+    unit = _unit(head, m)
     y -= reference
 
     # Power sums of the tail's weights, relative to its largest possible one.
@@ -240,7 +238,8 @@ def draw(
     point = tl.arange(0, POINTS)
     cosine, sine = tl.load(cosines + point), tl.load(sines + point)
     real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
-    log_z = -k * tilt
+    log_z = tl.where(y == float("inf"), tilt, _softplus(y + tilt))
+    log_z = tl.sum(log_z, axis=0) - k * tilt
     for start in range(0, m, SLICE):
         place_in_head = start + tl.arange(0, SLICE)
         x = tl.load(head + place_in_head, mask=place_in_head < m, other=-float("inf"))
@@ -248,7 +247,6 @@ def draw(
         p, q = _sigmoid(x)[:, None], _sigmoid(-x)[:, None]
         a, b = tl.reduce((q + p * cosine[None, :], p * sine[None, :]), 0, _times)
         real, imaginary = _times(real, imaginary, a, b)
-        log_z += tl.sum(tl.where(x == float("inf"), tilt, _softplus(x)), axis=0)
     terms = sign * powers * tl.exp(degree * (tilt + largest)) / degree
     log_z += tl.sum(terms, axis=0)
     table = order[:, None] * POINTS + point[None, :]
@@ -278,7 +276,8 @@ def draw(
 
     # Flip the head until the tail may have the rest.
     seed = tl.load(seeds + source)
-    stream = tl.load(counts + source) << 32
+    drawn_before = tl.load(counts + source)
+    stream = drawn_before << 32
     p = _sigmoid(y + tilt)
     flips = (y > -float("inf")).to(tl.int32)
     flips = tl.where(forced == k, (y == float("inf")).to(tl.int32), flips)
@@ -294,8 +293,11 @@ def draw(
         done = (uniform64(seed, stream + COINS) * most < likely).to(tl.int32)
         flips = chosen.to(tl.int32)
         stream += COINS + 1
+    # Whatever the scores are, no more than there are places.
+    heads_so_far = tl.cumsum(flips, axis=0)
+    flips = tl.where(heads_so_far <= k, flips, 0)
     count = tl.sum(flips, axis=0)
-    slot = source * k + tl.cumsum(flips, axis=0) - 1
+    slot = source * k + heads_so_far - 1
     item = tl.load(head_index + coin, mask=coin < m, other=0)
     tl.store(index + slot, item, mask=flips > 0)
     tl.store(picked + slot, y, mask=flips > 0)
@@ -310,21 +312,24 @@ def draw(
         for start in range(0, wanted, GROUP):
             items, log_w = _from_tail(
                 scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
-                m, parents, tokens, chunks, temperature, ODDS, LENGTH, GROUP, BLOCKS,
+                slots, parents, tokens, chunks, inverse_temperature, ODDS, LENGTH, GROUP, BLOCKS,
             )  # fmt: skip
-            slots = start + tl.arange(0, GROUP)
-            tl.store(index + out + slots, items, mask=slots < wanted)
-            tl.store(picked + out + slots, log_w - reference, mask=slots < wanted)
+            some = start + tl.arange(0, GROUP)
+            tl.store(index + out + some, items, mask=some < wanted)
+            tl.store(picked + out + some, log_w - reference, mask=some < wanted)
             stream += 2 * GROUP
         tl.debug_barrier()
         drawn = tl.load(index + out + number, mask=number < wanted, other=-1)
         again = tl.zeros((), tl.int32)
         for start in range(0, wanted, GROUP):
-            slots = start + tl.arange(0, GROUP)
-            some = tl.load(index + out + slots, mask=slots < wanted, other=-2)
-            twice = (some[:, None] == drawn[None, :]) & (slots[:, None] < number[None, :])
+            some = start + tl.arange(0, GROUP)
+            others = tl.load(index + out + some, mask=some < wanted, other=-2)
+            twice = (others[:, None] == drawn[None, :]) & (some[:, None] < number[None, :])
             again += tl.sum(twice.to(tl.int32))
-    tl.store(present + source * k + number, number < count + wanted, mask=number < k)
+    there = number < count + wanted
+    tl.store(present + source * k + number, there, mask=number < k)
+    tl.store(index + source * k + number, tl.zeros_like(number), mask=(number < k) & ~there)
+    tl.store(counts + source, drawn_before + 1)
 
 
 @triton.jit(do_not_specialize=NUMBERS)

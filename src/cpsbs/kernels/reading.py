@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from cpsbs.kernels.numbers import host_number, scaled
 
 TILE = 2048
 """Scores that a program reads."""
@@ -55,36 +55,41 @@ def read_into(
 
 
 @triton.jit
-def _log_total(maxima, sums, out, chunks, temperature, BLOCK: tl.constexpr):
+def _normalize(
+    maxima, sums, log_prob, log_total, offset, chunks, inverse_temperature, BLOCK: tl.constexpr
+):
     """Of one row: log Σ e^{maximum / temperature} · sum over its chunks."""
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature)
+    inverse_temperature = tl.load(inverse_temperature)
     top = tl.full((), -float("inf"), tl.float64)
     total = tl.zeros((), tl.float64)
     for start in range(0, chunks, BLOCK):
         chunk = start + tl.arange(0, BLOCK)
         place, here = row * chunks + chunk, chunk < chunks
-        x = tl.load(maxima + place, mask=here, other=-float("inf")).to(tl.float64) / temperature
+        x = tl.load(maxima + place, mask=here, other=-float("inf"))
+        x = scaled(x, inverse_temperature)
         higher = tl.maximum(top, tl.max(x, axis=0))
         bound = tl.where(higher == -float("inf"), 0.0, higher)
         weight = tl.load(sums + place, mask=here, other=0.0).to(tl.float64) * tl.exp(x - bound)
         total = total * tl.exp(top - bound) + tl.sum(weight, axis=0)
         top = higher
-    tl.store(out + row, top + tl.log(total))
+    all_of_it = top + tl.log(total)
+    tl.store(log_total + row, all_of_it)
+    tl.store(offset + row, tl.load(log_prob + row) - all_of_it)
 
 
-def log_total(maxima: Tensor, sums: Tensor, temperature: float) -> Tensor:
-    """[R, P] float64 log Σ exp(score / temperature), from maxima [R, P, C] and sums [R, P, C]."""
-    out = torch.empty(maxima.shape[:2], dtype=torch.float64, device=maxima.device)
-    number = host_number(temperature, maxima.device)
-    _log_total[(out.numel(),)](maxima, sums, out, maxima.shape[-1], number, BLOCK=512)
-    return out
+def normalize(
+    maxima: Tensor, sums: Tensor, temperature: float, log_prob: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[R, P] float64 log Σ exp(score / temperature), and the log-probabilities [R, P] less that.
 
-
-@cache
-def host_number(value: float, device: torch.device) -> Tensor:
-    """[1] float64; as arguments kernels get numbers in float32.
-
-    It is never freed, because graphs go on reading it.
+    From maxima [R, P, C] and sums [R, P, C].
     """
-    return torch.tensor([value], dtype=torch.float64, device=device)
+    log_prob = log_prob.contiguous()
+    log_total, offset = torch.empty_like(log_prob), torch.empty_like(log_prob)
+    _normalize[(log_prob.numel(),)](
+        maxima.contiguous(), sums.contiguous(), log_prob, log_total, offset,
+        maxima.shape[-1], host_number(1 / temperature, maxima.device),
+        BLOCK=512,
+    )  # fmt: skip
+    return log_total, offset

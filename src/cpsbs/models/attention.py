@@ -114,7 +114,7 @@ def _if_possible(
 ) -> Tensor | None:
     """[rows, 1, heads, dim], or None. It does not matter whether one query is causal."""
     held = next((x for x in _thread.held if x.is_meant(key, value)), None)
-    if held is None:
+    if held is None or query.ndim != 4:
         return None
     rows, heads, queries, dim = query.shape
     kv_heads, window = key.shape[1:3]

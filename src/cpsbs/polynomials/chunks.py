@@ -55,7 +55,7 @@ class Largest:
     """[R, m]"""
     looked_at: tuple[Tensor, Tensor, Tensor] | None
     """The chunks [R, m] that were looked at, the values in them [R, m, length], and the places
-    [R, m] of the largest among these; None if all were."""
+    [R, m] of the largest among these; None if it was another set of them."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,20 @@ class Chunks:
     @cached_property
     def log_total(self) -> Tensor:
         """[R, P] float64 log Σ exp(score / temperature)."""
-        if self._by_kernels:
-            from cpsbs.kernels.reading import log_total
-
-            return log_total(self.maxima.contiguous(), self.sums[0].contiguous(), self.temperature)
         return self.log_masses.logsumexp(-1)
 
+    def normalize(self, log_prob: Tensor) -> tuple[Tensor, Tensor]:
+        """[R, P] the same, and the log-probabilities [R, P] of the parents less that."""
+        if self.by_kernels:
+            from cpsbs.kernels.reading import normalize
+
+            return normalize(self.maxima, self.sums[0], self.temperature, log_prob)
+        return self.log_total, log_prob - self.log_total
+
     @property
-    def _by_kernels(self) -> bool:
-        return self.sums.dtype == torch.float32 and kernels.usable(self.scores.device)
+    def by_kernels(self) -> bool:
+        """Whether kernels can work on them."""
+        return _for_kernels(self.sums.dtype, self.length, self.scores.device)
 
     def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Chunks:
         """Some parents of some sources."""
@@ -161,18 +166,22 @@ class Chunks:
         that are at least as large), so that no more than those are looked at one by one. On a GPU
         they are compared in float32: items that differ by less may change places.
         """
-        kind = torch.float32 if self._by_kernels else torch.float64
+        if self.by_kernels and m <= kernels.MOST_IN_HEAD:
+            from cpsbs.kernels.head import find_head
+
+            head = find_head(self, offset, m, "log-probability")
+            return Largest(head.values, head.index, None)
         parents, chunks = self.maxima.shape[1:]
         if parents * chunks <= m:
             everything = self.scores.to(torch.float64) / self.temperature + offset[..., None]
             values, index = everything.flatten(1).topk(m, dim=-1)
             return Largest(values, index, None)
         maxima = (self.peaks + offset[..., None]).flatten(1)
-        chosen = maxima.to(kind).topk(m, dim=-1, sorted=False).indices
+        chosen = maxima.topk(m, dim=-1, sorted=False).indices
         item, inside = self.members(chosen)
         inside += offset.gather(-1, chosen // chunks)[..., None]
         flat = inside.flatten(1)
-        place = flat.to(kind).topk(m, dim=-1).indices
+        place = flat.topk(m, dim=-1).indices
         index = item.flatten(1).gather(-1, place)
         return Largest(flat.gather(-1, place), index, (chosen, inside, place))
 
@@ -235,13 +244,19 @@ def read(scores: Tensor, temperature: float, length: int, terms: int) -> Chunks:
     sums = torch.empty((terms, len(rows), chunks), dtype=dtype, device=scores.device)
     table = (sources, parents, chunks)
     whole = Chunks(scores, temperature, length, maxima.view(table), sums.view(terms, *table))
-    if dtype == torch.float32 and length & (length - 1) == 0 and kernels.usable(scores.device):
+    if _for_kernels(dtype, length, scores.device):
         from cpsbs.kernels.reading import read_into
 
         read_into(rows, temperature, length, maxima, sums)
     else:
         _read_by_blocks(rows, temperature, length, maxima, sums)
     return whole
+
+
+def _for_kernels(dtype: torch.dtype, length: int, device: torch.device) -> bool:
+    """Whether kernels can work on chunks of this length with sums of this type."""
+    power_of_two = length >= 32 and length & (length - 1) == 0
+    return dtype == torch.float32 and power_of_two and kernels.usable(device)
 
 
 def _read_by_blocks(
