@@ -17,6 +17,9 @@ time, and more would be needed by no distribution (see ``kernels.poisson``)."""
 MOST_IN_HEAD = 4096
 """How many of the largest candidates a kernel finds; it compares all pairs of them."""
 
+MOST_CHUNKS = 2**21
+"""Of a source: a kernel keeps three counts of them in one number."""
+
 
 def usable(device: torch.device) -> bool:
     """Whether kernels run on this device: a CUDA card with Triton, or Triton's interpreter."""

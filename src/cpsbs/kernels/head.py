@@ -50,14 +50,18 @@ def _ordered(x):
 
 
 @triton.jit
-def _at_least(keys, count, level, BLOCK: tl.constexpr):
-    """How many of the keys are at least ``level``, which is above NOTHING."""
-    found = tl.zeros((BLOCK,), tl.int32)
+def _counts(keys, count, a, b, c, BLOCK: tl.constexpr):
+    """How many of the keys are at least a, b and c, which are above NOTHING."""
+    # Three counts in one number, so that threads wait for each other once.
+    found = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
         key = tl.load(keys + place, mask=place < count, other=NOTHING)
-        found += (key >= level.to(tl.int32)).to(tl.int32)
-    return tl.sum(found, axis=0)
+        found += (key >= a.to(tl.int32)).to(tl.int64)
+        found += (key >= b.to(tl.int32)).to(tl.int64) << 21
+        found += (key >= c.to(tl.int32)).to(tl.int64) << 42
+    both = tl.sum(found, axis=0)
+    return both & 0x1FFFFF, (both >> 21) & 0x1FFFFF, both >> 42
 
 
 @triton.jit
@@ -65,16 +69,24 @@ def _threshold(keys, count, wanted, low, BLOCK: tl.constexpr):
     """The key of which there are ``wanted`` at least as large, and how many ties are wanted.
 
     ``low`` is at most any of the keys. No more keys than ``wanted`` are above the one found; those
-    that equal it make up the number.
+    that equal it make up the number. A round leaves a quarter of the range.
     """
     high = tl.zeros((), tl.int64) + ABOVE_ALL
     while high - low > 1:
-        middle = (low + high) >> 1
-        found = _at_least(keys, count, middle, BLOCK)
-        low = tl.where(found >= wanted, middle, low)
+        quarter = tl.maximum((high - low) >> 2, 1)
+        a, b, c = low + quarter, low + 2 * quarter, low + 3 * quarter
+        at_a, at_b, at_c = _counts(keys, count, a, b, c, BLOCK)
+        first_below = tl.where(at_a < wanted, a, tl.where(at_b < wanted, b, c))
+        first_below = tl.where(at_c >= wanted, high, first_below)
+        low = tl.where(at_a >= wanted, a, low)
+        low = tl.where(at_b >= wanted, b, low)
+        low = tl.where(at_c >= wanted, c, low)
+        high = tl.minimum(first_below, high)
         # With just as many as are wanted, the search is over.
-        high = tl.where(found == wanted, middle + 1, tl.where(found > wanted, high, middle))
-    return low, wanted - _at_least(keys, count, low + 1, BLOCK)
+        exact = (at_a == wanted) | (at_b == wanted) | (at_c == wanted)
+        high = tl.where(exact, low + 1, high)
+    above, _, _ = _counts(keys, count, low + 1, low + 1, low + 1, BLOCK)
+    return low, (wanted - above).to(tl.int32)
 
 
 @triton.jit

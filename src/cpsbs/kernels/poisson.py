@@ -143,9 +143,9 @@ def draw(
         k, m, slots, parents, tokens, per_parent, blocks,
         -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
-        PLACES=triton.next_power_of_2(k), POINTS=points,
+        PLACES=max(2, triton.next_power_of_2(k)), POINTS=points,
         BLOCKS=max(4, triton.next_power_of_2(blocks)),
-        GROUP=min(16, triton.next_power_of_2(k)), num_warps=8,
+        GROUP=min(16, max(2, triton.next_power_of_2(k))), num_warps=8,
     )  # fmt: skip
     log_inclusion = empty(sources, k)
     programs.inclusion[(sources, triton.cdiv(k, 16))](

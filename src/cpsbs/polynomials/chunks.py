@@ -166,7 +166,8 @@ class Chunks:
         that are at least as large), so that no more than those are looked at one by one. On a GPU
         they are compared in float32: items that differ by less may change places.
         """
-        if self.by_kernels and m <= kernels.MOST_IN_HEAD:
+        few_chunks = self.maxima[0].numel() < kernels.MOST_CHUNKS
+        if self.by_kernels and few_chunks and m <= kernels.MOST_IN_HEAD:
             from cpsbs.kernels.head import find_head
 
             head = find_head(self, offset, m, "log-probability")
