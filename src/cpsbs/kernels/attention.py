@@ -15,8 +15,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-TILE = 4096
-"""Elements of the keys, and of the values, that a program reads at once."""
+TILE = {False: 1024, True: 4096}
+"""Elements of the keys, and of the values, that a program reads at once: for one query, and for
+several, which tensor cores take …"""
+
+WARPS = {False: 1, True: 2}
+"""… with so many warps. One query needs many small programs, which do not wait for each other."""
 
 QUERIES = 16
 """Those of a program that share keys; what tensor cores multiply has 16 rows at least."""
@@ -169,7 +173,7 @@ def attend_by_table(
     out = torch.empty((rows, 1, heads, dim), dtype=query.dtype, device=query.device)
     query, k_new, v_new = (_dense(x) for x in (query, *new))
     padded_dim = max(16, triton.next_power_of_2(dim))
-    block = max(16, min(TILE // padded_dim, 128, triton.next_power_of_2(window)))
+    block = max(16, min(TILE[group > 1] // padded_dim, 128, triton.next_power_of_2(window)))
     _own[(rows, kv_heads)](
         *(out, query, query.stride(0), query.stride(1)),
         *(k_new, k_new.stride(0), k_new.stride(1), v_new, v_new.stride(0), v_new.stride(1)),
@@ -177,8 +181,7 @@ def attend_by_table(
         *_added(mask, rows, heads), *_added(bias, rows, heads),
         *(place.shape[1], capacity, float(dim**-0.5 if scaling is None else scaling)),
         GROUP=group, PADDED=max(QUERIES, triton.next_power_of_2(group)),
-        DIM=dim, PADDED_DIM=padded_dim, BLOCK=block,
-        num_warps=_warps(block * padded_dim),
+        DIM=dim, PADDED_DIM=padded_dim, BLOCK=block, num_warps=WARPS[group > 1],
     )  # fmt: skip
     return out
 
@@ -244,20 +247,14 @@ def attend_shared(
     out = torch.empty((rows, 1, heads, dim), dtype=query.dtype, device=query.device)
     query = _dense(query)
     padded_dim = max(16, triton.next_power_of_2(dim))
-    block = max(16, min(TILE // padded_dim, 128, triton.next_power_of_2(length)))
+    block = max(16, min(TILE[True] // padded_dim, 128, triton.next_power_of_2(length)))
     _shared[(sources, kv_heads, triton.cdiv(k * group, QUERIES))](
         *(out, query, query.stride(0), query.stride(1), key, value),
         *_added(mask, rows, heads), *_added(bias, rows, heads),
         *(k, length, float(dim**-0.5 if scaling is None else scaling)),
-        GROUP=group, QUERIES=QUERIES, DIM=dim, PADDED_DIM=padded_dim, BLOCK=block,
-        num_warps=_warps(block * padded_dim),
+        GROUP=group, QUERIES=QUERIES, DIM=dim, PADDED_DIM=padded_dim, BLOCK=block, num_warps=1,
     )  # fmt: skip
     return out
-
-
-def _warps(tile: int) -> int:
-    """So that a thread holds 32 elements of the keys."""
-    return max(1, min(4, tile // 1024))
 
 
 def _dense(x: Tensor) -> Tensor:

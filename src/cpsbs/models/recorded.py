@@ -42,7 +42,7 @@ UNDERSTOOD = {
 }
 """Inputs whose part in a step is known here."""
 
-MOST_IDLE = 5
+MOST_IDLE = 8
 """Workspaces that are kept for later searches with a model …"""
 MOST_IDLE_MEMORY = 0.3
 """… in so much of the device's memory."""
