@@ -44,6 +44,23 @@ def test_the_tables_are_those_of_the_last_benchmark() -> None:
     assert into_readme(card, {"scores": shown(scores)}) == card
 
 
+def test_the_page_on_speed_shows_the_last_results() -> None:
+    page = (ROOT / "docs/speed.md").read_text()
+    results = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
+    for name in ("selection", "decoding", "corpus", "leak", "scaling"):
+        assert f"<!-- table: {name} -->\n|" in page
+    assert into_readme(page, results) == page
+    on_cpu = json.loads((ROOT / "benchmarks/results/decoding.json").read_text())
+    ratio = {row["design"]: (row["ratio"],) for row in on_cpu["k5"]}
+    for row in on_cpu["k20"]:
+        ratio[row["design"]] += (row["ratio"],)
+    few, many = ratio["conditional-poisson"]
+    text = f"CPSBS took {few:.2f} times as long as transformers' beam search at K = 5 and {many:.2f}"
+    assert text in page
+    few, many = ratio["gumbel-top-k"]
+    assert f"stochastic beam search {few:.2f} and {many:.2f}" in page
+
+
 def test_what_the_page_says_of_its_tables() -> None:
     """Figures in the prose are those of the results."""
     page = (ROOT / "docs/estimation.md").read_text()
