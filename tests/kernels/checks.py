@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from cpsbs import ConditionalPoisson, FunctionModel, extension, search
-from cpsbs.designs import Candidates, Selection
+from cpsbs.designs import Candidates, GumbelTopK, Selection
 from cpsbs.hypotheses import Hypotheses, Outcome
 from cpsbs.kernels import POWER_SUMS, noise, poisson
 from cpsbs.kernels.closing import close_rows
 from cpsbs.kernels.head import find_head
 from cpsbs.polynomials import chunks
 from cpsbs.polynomials.weights import CandidateWeights
+from cpsbs.randomness import Counters, Streams
 
 Made = tuple[CandidateWeights, poisson.Drawn]
 
@@ -260,6 +261,51 @@ def check_extending(device: str) -> None:
         assert bool(in_place.broken) == broken
 
 
+def check_gumbel(device: str) -> None:
+    """Against the reference with the same random numbers, and from what it leaves of them."""
+    minus, design = -math.inf, GumbelTopK()
+    cases: list[tuple[tuple[int, int, int], int, float, torch.dtype]] = [
+        ((8, 3, 300), 3, 1.0, torch.float32),
+        ((2, 5, 100), 12, 0.7, torch.float16),  # more places than chunks
+        ((1, 1, 140_000), 2, 1.0, torch.float32),  # more chunks than are perturbed together
+        ((2, 2, 1500), 200, 1.3, torch.bfloat16),  # more of them than are ranked together
+    ]
+    for (sources, parents, tokens), k, temperature, dtype in cases:
+        scores = random_scores(device, sources, parents, tokens).to(dtype)
+        log_prob = random_scores(device, sources, parents, seed=1).double().log_softmax(-1)
+        score = log_prob + random_scores(device, sources, parents, seed=2).double().abs()
+        finished = torch.zeros_like(log_prob, dtype=torch.bool)
+        if sources > 2:
+            scores[0, 1, 1:], scores[0, 1, 0], finished[0, 1] = minus, 0.0, True
+            scores[1:3, :, 1:], scores[1:3, :, 0], finished[1:3] = minus, 0.0, True
+            log_prob[2:4, 1:], score[2:4, 1:] = minus, minus  # one present, finished or not
+            scores[4] = 0.0
+            scores[5, 0, 64:] = minus
+            scores[6, 0, 5] = math.nan
+            scores[7] *= 50
+        threshold = random_scores(device, sources, 1, scale=5.0, seed=3).double() - 5.0
+        state = {"score": score, "threshold": threshold.expand(-1, parents)}
+        table = chunks.read(scores, temperature, 64, 1)
+        candidates = Candidates(log_prob, table, finished, state)
+        streams = Streams(None, sources, torch.device(device))
+        seeds = torch.arange(sources, device=device) + 7
+        streams.counters = Counters(seeds, seeds % 3)
+        other = streams.copy()
+        found = design.select(candidates, k, streams)
+        expected = design._by_torch(candidates, k, other)
+        assert streams.counters.counts.tolist() == (seeds % 3 + 2).tolist()
+        assert torch.equal(found.present, expected.present)
+        there = found.present
+        assert torch.equal(found.index[there], expected.index[there])
+        assert bool(((found.index >= 0) & (found.index < parents * tokens)).all())
+        for name, own in found.state.items():
+            torch.testing.assert_close(
+                own, expected.state[name], rtol=1e-9, atol=1e-9, equal_nan=True
+            )
+        if sources > 2:
+            assert there.sum(-1)[[1, 2]].tolist() == [min(parents, k), 1]
+
+
 def check_noise(device: str) -> None:
     """Uniform, and each row's by its own seed and count."""
     seeds = torch.tensor([5, 6, 5], device=device)
@@ -315,6 +361,7 @@ CHECKS: list[Callable[[str], None]] = [
     check_numbers,
     check_special_rows,
     check_forced,
+    check_gumbel,
     check_noise,
     check_closing,
     check_search,

@@ -11,13 +11,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cpsbs.kernels import closing, extending, head, noise, poisson_programs, reading
+from cpsbs.kernels import closing, extending, gumbel, head, noise, poisson_programs, reading
 
 TYPES = {
     "*fp64": "head offset again reach partial cosines sines back tail_real tail_imaginary binomials"
     " picked tilts turned probability log_normalizer inverse_temperature lifts log_prob log_total"
-    " values log_inclusion new_log_prob new_log_inclusion selected_log_inclusion out",
-    "*i64": "head_index seeds counts index rows found length parent eos new_token new_length",
+    " values log_inclusion new_log_prob new_log_inclusion selected_log_inclusion out"
+    " score threshold new_score new_threshold",
+    "*i64": "head_index seeds counts index rows found length parent eos new_token new_length tops",
     "*i32": "slot_of bits chosen keys near places",
     "*i1": "present finished new_present new_finished broken selected",
     "*fp32": "maxima sums",
@@ -25,7 +26,7 @@ TYPES = {
     "i32": "k m slots parents tokens chunks blocks table stride each ends pad",
     "fp32": "log_low log_high log_limit",
 }
-"""Names of arguments, which mean the same in all kernels, but for the one below."""
+"""Names of arguments, which mean the same in all kernels, but for those below."""
 
 SIZES = {"ODDS": True, "LENGTH": 64, "PLACES": 16, "POINTS": 16, "COINS": 128, "BLOCKS": 4}
 
@@ -39,6 +40,10 @@ KERNELS: list[tuple[Any, dict[str, Any]]] = [
     (poisson_programs.draw, {"GROUP": 16}),
     (poisson_programs.inclusion, {}),
     (extending._extend, {"INCLUSION": True, "PARENTS": 16}),
+    (gumbel._chunk_scores, {"keys": "*i64"}),
+    (gumbel._choose_chunks, {"keys": "*i64", "BLOCK": 8192}),
+    (gumbel._member_scores, {"keys": "*i64", "GROUP": 16}),
+    (gumbel._choose, {"keys": "*i64", "BLOCK": 2048}),
     (noise._uniform, {"BLOCK": 1024}),
 ]
 

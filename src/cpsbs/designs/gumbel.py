@@ -23,8 +23,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from cpsbs import kernels
 from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.designs.top_k import largest
+from cpsbs.polynomials.chunks import Chunks
 from cpsbs.randomness import Streams
 
 
@@ -47,6 +49,14 @@ class GumbelTopK(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The K candidates with the largest scores."""
+        if streams.counters is not None and _for_kernels(candidates.chunks, k):
+            from cpsbs.kernels.gumbel import select
+
+            return select(candidates, k, streams.counters)
+        return self._by_torch(candidates, k, streams)
+
+    def _by_torch(self, candidates: Candidates, k: int, streams: Streams) -> Selection:
+        """The reference."""
         chunks, (sources, parents, _) = candidates.chunks, candidates.shape
         row = torch.arange(sources, device=candidates.log_prob.device)
         each = chunks.log_masses.shape[-1]
@@ -77,6 +87,12 @@ class GumbelTopK(Design):
         log_q = (-torch.expm1(-excess.exp())).log()
         log_q = torch.where(excess < -36, excess, log_q)  # 1 − exp(−x) = x for small x
         return log_q, log_prob - log_q
+
+
+def _for_kernels(chunks: Chunks, k: int) -> bool:
+    """Whether kernels can find the K + 1 largest of the chunks, and of the members of as many."""
+    most = max(chunks.maxima[0].numel(), (k + 1) * chunks.length)
+    return chunks.by_kernels and most < kernels.MOST_CHUNKS and k < kernels.MOST_IN_HEAD
 
 
 def _gumbel(uniform: Tensor) -> Tensor:

@@ -50,32 +50,33 @@ def _ordered(x):
 
 
 @triton.jit
-def _counts(keys, count, a, b, c, BLOCK: tl.constexpr):
-    """How many of the keys are at least a, b and c, which are above NOTHING."""
+def _counts(keys, count, a, b, c, BELOW_ALL: tl.constexpr, BLOCK: tl.constexpr):
+    """How many of the keys are at least a, b and c, which are above BELOW_ALL."""
     # Three counts in one number, so that threads wait for each other once.
     found = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
-        key = tl.load(keys + place, mask=place < count, other=NOTHING)
-        found += (key >= a.to(tl.int32)).to(tl.int64)
-        found += (key >= b.to(tl.int32)).to(tl.int64) << 21
-        found += (key >= c.to(tl.int32)).to(tl.int64) << 42
+        key = tl.load(keys + place, mask=place < count, other=BELOW_ALL)
+        found += (key >= a.to(key.dtype)).to(tl.int64)
+        found += (key >= b.to(key.dtype)).to(tl.int64) << 21
+        found += (key >= c.to(key.dtype)).to(tl.int64) << 42
     both = tl.sum(found, axis=0)
     return both & 0x1FFFFF, (both >> 21) & 0x1FFFFF, both >> 42
 
 
 @triton.jit
-def _threshold(keys, count, wanted, low, BLOCK: tl.constexpr):
+def nth_largest(keys, count, wanted, low, high, BELOW_ALL: tl.constexpr, BLOCK: tl.constexpr):
     """The key of which there are ``wanted`` at least as large, and how many ties are wanted.
 
-    ``low`` is at most any of the keys. No more keys than ``wanted`` are above the one found; those
-    that equal it make up the number. A round leaves a quarter of the range.
+    Keys are int32 or int64; ``low`` is at most any of the ``wanted`` largest and ``high`` above
+    all, both int64. No more keys than ``wanted`` are above the one found; those that equal it make
+    up the number. A round leaves a quarter of the range.
     """
-    high = tl.zeros((), tl.int64) + ABOVE_ALL
-    while high - low > 1:
-        quarter = tl.maximum((high - low) >> 2, 1)
+    while high > low + 1:
+        # The range of int64 keys is no int64.
+        quarter = tl.maximum((high >> 2) - (low >> 2), 1)
         a, b, c = low + quarter, low + 2 * quarter, low + 3 * quarter
-        at_a, at_b, at_c = _counts(keys, count, a, b, c, BLOCK)
+        at_a, at_b, at_c = _counts(keys, count, a, b, c, BELOW_ALL, BLOCK)
         first_below = tl.where(at_a < wanted, a, tl.where(at_b < wanted, b, c))
         first_below = tl.where(at_c >= wanted, high, first_below)
         low = tl.where(at_a >= wanted, a, low)
@@ -85,19 +86,20 @@ def _threshold(keys, count, wanted, low, BLOCK: tl.constexpr):
         # With just as many as are wanted, the search is over.
         exact = (at_a == wanted) | (at_b == wanted) | (at_c == wanted)
         high = tl.where(exact, low + 1, high)
-    above, _, _ = _counts(keys, count, low + 1, low + 1, low + 1, BLOCK)
+    above, _, _ = _counts(keys, count, low + 1, low + 1, low + 1, BELOW_ALL, BLOCK)
     return low, (wanted - above).to(tl.int32)
 
 
 @triton.jit
-def _taken(key, level, ties, tied):
+def taken(key, level, ties, tied):
     """Which keys of a block are taken: those above the level, and of its equals the first few.
 
     ``tied`` equals were before this block; also how many are after it.
     """
-    equal = (key == level.to(tl.int32)).to(tl.int32)
+    level = level.to(key.dtype)
+    equal = (key == level).to(tl.int32)
     number = tied + tl.cumsum(equal, axis=0)
-    take = (key > level.to(tl.int32)) | ((equal > 0) & (number <= ties))
+    take = (key > level) | ((equal > 0) & (number <= ties))
     return take.to(tl.int32), tied + tl.sum(equal, axis=0)
 
 
@@ -136,13 +138,14 @@ def _find(
         tl.store(keys + chunk, _ordered(scaled(top, inverse_temperature) + shift), mask=here)
     tl.debug_barrier()
     lowest = tl.zeros((), tl.int64) + LOWEST
-    level, ties = _threshold(keys, count, slots, lowest, CHUNKS)
+    above_all = tl.zeros((), tl.int64) + ABOVE_ALL
+    level, ties = nth_largest(keys, count, slots, lowest, above_all, NOTHING, CHUNKS)
     before, tied = 0, 0
     for start in range(0, count, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
         here = chunk < count
         key = tl.load(keys + chunk, mask=here, other=NOTHING)
-        take, tied = _taken(key, level, ties, tied)
+        take, tied = taken(key, level, ties, tied)
         slot = before + tl.cumsum(take, axis=0)
         tl.store(slot_of + chunk, slot * take, mask=here)
         tl.store(chosen + slot - 1, chunk, mask=take > 0)
@@ -168,12 +171,12 @@ def _find(
         first = (place < slots * LENGTH) & (place % 32 == 0)
         tl.store(bits + place // 32, tl.zeros_like(place), mask=first)
     tl.debug_barrier()
-    level, ties = _threshold(near, size, m, level, NEAR)
+    level, ties = nth_largest(near, size, m, level, above_all, NOTHING, NEAR)
     before, tied = 0, 0
     for start in range(0, size, NEAR):
         place = start + tl.arange(0, NEAR)
         key = tl.load(near + place, mask=place < size, other=NOTHING)
-        take, tied = _taken(key, level, ties, tied)
+        take, tied = taken(key, level, ties, tied)
         own = tl.load(places + place, mask=place < size, other=0)
         # In one number, so that the first of equals is the largest.
         both = (key.to(tl.int64) << 32) | (own ^ LAST).to(tl.int64)

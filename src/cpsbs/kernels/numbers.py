@@ -26,13 +26,24 @@ def scaled(score, inverse_temperature):
 
 
 @triton.jit
-def log_odds(log_p):
-    """Log p/(1 − p), accurate at both ends, as ``polynomials.weights.log_odds``.
+def one_minus_exp(x):
+    """1 − e^x for x ≤ 0, accurate at both ends.
 
     Near 0 a rounded e^x has another logarithm than x; (1 − e^x)·x / log e^x makes up for it.
     """
-    p = tl.exp(log_p)
-    inner = tl.where((log_p > -1.0) & (p < 1.0), p, 0.5)
-    near = tl.where(p < 1.0, (1.0 - inner) * log_p / tl.log(inner), -log_p)
-    rest = tl.where(log_p > -1.0, near, 1.0 - p)
-    return tl.where(log_p == 0.0, float("inf"), log_p - tl.log(rest))
+    p = tl.exp(x)
+    inner = tl.where((x > -1.0) & (p < 1.0), p, 0.5)
+    near = tl.where(p < 1.0, (1.0 - inner) * x / tl.log(inner), -x)
+    return tl.where(x > -1.0, near, 1.0 - p)
+
+
+@triton.jit
+def log_odds(log_p):
+    """Log p/(1 − p), accurate at both ends, as ``polynomials.weights.log_odds``."""
+    return tl.where(log_p == 0.0, float("inf"), log_p - tl.log(one_minus_exp(log_p)))
+
+
+@triton.jit
+def softplus(x):
+    """Log(1 + e^x), to an absolute error of rounding."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from cpsbs.kernels import POWER_SUMS
 from cpsbs.kernels.noise import uniform64
-from cpsbs.kernels.numbers import scaled
+from cpsbs.kernels.numbers import scaled, softplus
 
 TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
 """Power sums. What the series leaves out is below 1e-8: see ``CandidateWeights.power_sums``; the
@@ -116,11 +116,6 @@ def tail(
 @triton.jit
 def _sigmoid(x):
     return 1.0 / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _softplus(x):
-    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
 
 
 @triton.jit
@@ -238,7 +233,7 @@ def draw(
     point = tl.arange(0, POINTS)
     cosine, sine = tl.load(cosines + point), tl.load(sines + point)
     real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
-    log_z = tl.where(y == float("inf"), tilt, _softplus(y + tilt))
+    log_z = tl.where(y == float("inf"), tilt, softplus(y + tilt))
     log_z = tl.sum(log_z, axis=0) - k * tilt
     for start in range(0, m, SLICE):
         place_in_head = start + tl.arange(0, SLICE)
@@ -353,7 +348,7 @@ def inclusion(
     modulus += ((q - p) * (q - p))[:, None]
     others = q * tl.sum(turn[None, :] / modulus, axis=1)
     others += p * tl.sum(real[None, :] / modulus, axis=1)
-    value = -_softplus(-x) + tl.log(others) - tl.log(tl.load(probability + source))
+    value = -softplus(-x) + tl.log(others) - tl.log(tl.load(probability + source))
     coin = tl.arange(0, COINS)
     all_y = tl.load(head + source * m + coin, mask=coin < m, other=-float("inf"))
     certain = tl.sum((all_y > -float("inf")).to(tl.int32), axis=0) <= k
