@@ -12,6 +12,7 @@ from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search, sear
 from cpsbs import rows as rows_of_a_model
 from cpsbs.hypotheses import Trail
 from cpsbs.models import recorded
+from cpsbs.randomness import Streams, split_seed
 from tests.models.tiny import EOS, make, prompts
 
 
@@ -51,52 +52,142 @@ def test_the_same_beams_both_ways(name: str, design: str, monkeypatch: pytest.Mo
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
-def groups(model: Any) -> list[dict[str, torch.Tensor]]:
-    """Twelve prompts that get shorter, five at first, then two or three at a time."""
+EOS_TOKENS = list(range(1, 7))
+
+
+def groups(padded: bool) -> list[dict[str, torch.Tensor]]:
+    """Prompts that get shorter, five at first, then fewer at a time; some padded on the left."""
     generator = torch.Generator().manual_seed(1)
     found = []
-    for length, size in ((7, 5), (6, 2), (5, 3), (3, 2)):
-        ids = torch.randint(2, 30, (size, length), generator=generator)
-        found.append({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+    for length, size in ((7, 5), (6, 2), (5, 3), (4, 1), (3, 2)):
+        ids = torch.randint(7, 30, (size, length), generator=generator)
+        mask = torch.ones_like(ids)
+        if padded:
+            mask[::2, :2], ids[::2, :2] = 0, 0
+        found.append({"input_ids": ids, "attention_mask": mask})
     return found
+
+
+def drawn(model: Any, design: str, padded: bool = False) -> list[Beams]:
+    models = (
+        TransformersModel(model, **given, eos_token_id=EOS_TOKENS) for given in groups(padded)
+    )
+    return list(search_each(models, 3, design, max_length=14, generator=5, entropy=True))
+
+
+def same(found: list[Beams], expected: list[Beams]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.sequences, other.sequences)
+        assert torch.equal(one.finished, other.finished)
+        torch.testing.assert_close(one.log_prob, other.log_prob, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(one.entropy, other.entropy, rtol=1e-6, atol=1e-6)
+
+
+@pytest.fixture
+def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many sources take places of others; rows are fixed from here on."""
+    counts: list[int] = []
+    join = TransformersModel.join
+
+    def noted(self: Any, places: list[int], other: Any) -> None:
+        counts.append(len(places))
+        join(self, places, other)
+
+    monkeypatch.setattr(TransformersModel, "join", noted)
+    return counts
+
+
+def fix_rows(monkeypatch: pytest.MonkeyPatch, crowded: int = 512) -> None:
+    monkeypatch.setattr(recorded, "ON_CPU", True)
+    monkeypatch.setattr(rows_of_a_model, "LOOK", 3)
+    monkeypatch.setattr(rows_of_a_model, "CROWDED", crowded)
 
 
 # Not stratified: what is heavy is decided between numbers that are equal but for rounding.
 @pytest.mark.parametrize("design", ["conditional-poisson", "gumbel-top-k", "independent", "top-k"])
 @pytest.mark.parametrize("name", ["marian", "bart", "llama", "gpt2", "t5"])
 def test_sources_take_the_places_of_others(
-    name: str, design: str, monkeypatch: pytest.MonkeyPatch
+    name: str, design: str, joined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each gets what it gets alone. Rows of BART and T5 have one position: batch after batch."""
     model = make(name).double()
+    expected = drawn(model, design)
+    lengths = torch.cat([beams.lengths.flatten() for beams in expected])
+    assert lengths.min() < 6 < 14 == lengths.max()
+    fix_rows(monkeypatch)
+    same(drawn(model, design), expected)
+    assert (sum(joined) >= 3) == (name not in ("bart", "t5"))
+
+
+@pytest.mark.parametrize("crowded", [0, 512])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_padded_prompts_and_fewer_rows_at_the_end(
+    name: str, crowded: int, joined: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources that rest ask for no position that the model does not have."""
+    model = make(name).double()
+    expected = drawn(model, "gumbel-top-k", padded=True)
+    fix_rows(monkeypatch, crowded)
+    same(drawn(model, "gumbel-top-k", padded=True), expected)
+    assert joined
+
+
+def test_a_model_with_no_more_positions_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers are larger; sources that have ended before others must not get there."""
+    model = make("gpt2").double()
+    model.transformer.wpe = torch.nn.Embedding(40, 32).double()
+    ids = torch.randint(7, 30, (4, 3), generator=torch.Generator().manual_seed(0))
+
+    def run(sources: list[int]) -> list[Beams]:
+        models = (
+            TransformersModel(model, input_ids=ids[:n], eos_token_id=EOS_TOKENS) for n in sources
+        )
+        return list(search_each(models, 2, max_length=36, generator=3, entropy=True))
+
+    expected = run([4] + [2] * 12)
+    fix_rows(monkeypatch)
+    same(run([4] + [2] * 12), expected)
+
+
+def test_buffers_are_for_the_next_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of models that are kept in a list, and when nobody wants the rest."""
+    model = make("t5").double()
+    fix_rows(monkeypatch)
+    models = [TransformersModel(model, **given) for given in groups(False)[:1] * 4]
+    assert len(list(search_each(models, 3, max_length=6, generator=0))) == 4
+    kept = recorded._KEPT[model]
+    assert len(kept._workspaces) == 1
+    assert not kept._workspaces[0].busy
+    some = search_each(
+        (TransformersModel(model, **given) for given in groups(False)), 3, max_length=6
+    )
+    next(some)
+    some.close()  # type: ignore[attr-defined]
+    assert not any(workspace.busy for workspace in kept._workspaces)
+
+
+def test_random_streams_are_checked() -> None:
+    model = make("llama").double()
 
     def models() -> Iterator[TransformersModel]:
-        for given in groups(model):
-            yield TransformersModel(model, **given, eos_token_id=list(range(1, 7)))
+        for given in groups(False)[:2]:
+            yield TransformersModel(model, **given)
 
-    def draw() -> list[Beams]:
-        return list(search_each(models(), 3, design, max_length=14, generator=5, entropy=True))
+    def run(generator: Any) -> list[Beams]:
+        return list(search_each(models(), 3, max_length=4, generator=generator))
 
-    expected = draw()
-    monkeypatch.setattr(recorded, "ON_CPU", True)
-    monkeypatch.setattr(rows_of_a_model, "LOOK", 3)
-    joined = []
-    join = recorded.RecordedSteps.join
-
-    def noted(self: Any, places: list[int], prefix: Any) -> None:
-        joined.append(len(places))
-        join(self, places, prefix)
-
-    monkeypatch.setattr(recorded.RecordedSteps, "join", noted)
-    found = draw()
-    assert (sum(joined) > 3) == (name not in ("bart", "t5"))
-    lengths = torch.cat([beams.lengths.flatten() for beams in expected])
-    assert lengths.min() < 5 < 14 == lengths.max()
-    for one, other in zip(found, expected, strict=True):
-        assert torch.equal(one.sequences, other.sequences)
-        assert torch.equal(one.finished, other.finished)
-        torch.testing.assert_close(one.log_prob, other.log_prob, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(one.entropy, other.entropy, rtol=1e-6, atol=1e-6)
+    five = split_seed(0, 5)
+    with pytest.raises(ValueError, match="fewer entries than there are models"):
+        run([five])
+    with pytest.raises(ValueError, match="5 generators; it must have one for each row, 2"):
+        run([five, five])
+    with pytest.raises(ValueError, match="it must have a list of them"):
+        run([five, torch.Generator()])
+    with pytest.raises(ValueError, match="5 streams for a model of 2 sources"):
+        run([five, Streams.split(0, 5, "cpu")])
+    ours = Streams(five, 5, torch.device("cpu"))
+    run([ours, split_seed(1, 2)])
+    assert ours.generator is five
 
 
 def test_scores_that_are_no_numbers_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,6 +61,13 @@ class Streams:
         return streams
 
     @property
+    def rows(self) -> int | None:
+        """How many there are, if each has its own."""
+        if self.counters is not None:
+            return len(self.counters.seeds)
+        return len(self.generator) if isinstance(self.generator, Sequence) else None
+
+    @property
     def separate(self) -> bool:
         """Each row has a stream of its own."""
         return self.counters is not None or isinstance(self.generator, Sequence)
@@ -100,12 +107,15 @@ class Streams:
         elif isinstance(self.generator, Sequence) and isinstance(others.generator, Sequence):
             mine = dict(enumerate(self.generator)) | dict(zip(rows, others.generator, strict=True))
             self.generator = list(mine.values())
+        else:
+            raise ValueError("generator is one for all sources; it must have one for each")
 
     def copy(self) -> Streams:
-        """The same streams, which from here on go on by themselves; of counters only."""
-        assert self.counters is not None
+        """The same streams, of which others may be put into the copy; generators are shared."""
         copied = Streams(None, 0, self._device)
-        copied.counters = Counters(self.counters.seeds.clone(), self.counters.counts.clone())
+        copied.generator = self.generator
+        if self.counters is not None:
+            copied.counters = Counters(self.counters.seeds.clone(), self.counters.counts.clone())
         return copied
 
     def load(self, other: Streams) -> None:

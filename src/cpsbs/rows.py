@@ -80,6 +80,10 @@ class Rows(Protocol):
         """The sources of another model take these places."""
         ...
 
+    def release(self) -> None:
+        """The search is over."""
+        ...
+
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
     ) -> RecordedStep | None:
@@ -160,6 +164,9 @@ class FreeRows:
         """Is not asked for."""
         raise ValueError("these rows take no others")
 
+    def release(self) -> None:
+        """The model holds what it holds."""
+
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
     ) -> RecordedStep | None:
@@ -216,6 +223,11 @@ class FixedRows:
     def join(self, places: list[int], model: SequenceModel) -> None:
         """The model copies what they hold."""
         self._model.join(places, model)
+
+    def release(self) -> None:
+        """The model's buffers are for others."""
+        if hasattr(self._model, "release"):
+            self._model.release()
 
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams

@@ -110,10 +110,10 @@ class Plan:
             model.pad,
         )
 
-    def first(self, task: Task) -> Hypotheses:
+    def first(self, task: Task, streams: Streams) -> Hypotheses:
         """The empty sequences of a task."""
         source = torch.arange(task.model.sources, device=task.model.device)
-        return Hypotheses.first(self.design, self.k, task.streams, source, self.joint, self.entropy)
+        return Hypotheses.first(self.design, self.k, streams, source, self.joint, self.entropy)
 
 
 class Run:
@@ -131,12 +131,21 @@ class Run:
         self._slot = torch.arange(model.sources, device=model.device)
         self._owner: list[Task | None] = [task] * model.sources
         self._age = [0] * model.sources
-        self._beam, self._streams = plan.first(task), task.streams
+        # Its own, as those of other sources will be put into it.
+        self._streams = task.streams.copy()
+        self._beam = plan.first(task, self._streams)
+        del task.scores  # the rows have them
         self._broken = torch.zeros((), dtype=torch.bool, device=model.device)
         self._recorded: RecordedStep | None = None
 
     def go(self, tasks: Tasks) -> Iterator[None]:
         """Until nothing is left; yields when some sources are through."""
+        try:
+            yield from self._loop(tasks)
+        finally:
+            self._rows.release()
+
+    def _loop(self, tasks: Tasks) -> Iterator[None]:
         steps = 0
         while True:
             parent = self._pick(first=steps == 0)
@@ -230,13 +239,15 @@ class Run:
         plan, at = self._plan, self._tensor(places)
         roots = plan.design.roots(plan.k)
         scores = task.scores[:, None].expand(-1, roots, -1)
-        after = self._step(plan.first(task), scores, task.streams)
+        streams = task.streams.copy()
+        after = self._step(plan.first(task, streams), scores, streams)
         pairs = zip(self._beam.tensors(), after.beam.tensors(), strict=True)
-        self._streams.put(places, task.streams)
+        self._streams.put(places, streams)
         self._replace(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
         self._broken.logical_or_(after.broken)
         self._trail.begin(self._slot[at], after.parent, after.beam.token)
         self._rows.join(places, task.model)
+        del task.scores
         for i in places:
             self._owner[i], self._age[i] = task, 1
         # The rows of a source that begins are all alike.
@@ -247,7 +258,9 @@ class Run:
         if self._recorded is None:
             self._beam = beam
         else:
+            broken = self._broken.clone()
             self._recorded.load(beam, self._streams)
+            self._broken.logical_or_(broken)
 
     def _tensor(self, places: list[int]) -> Tensor:
         return torch.tensor(places, dtype=torch.int64, device=self._slot.device)
@@ -287,6 +300,7 @@ def collected(task: Task, plan: Plan) -> Beams:
     pad, longest = task.model.pad, max(1, int(length.max()))
     tokens = [torch.nn.functional.pad(x, (0, longest), value=pad) for _, x in task.found]
     sequences = torch.cat([x[..., :longest] for x in tokens])[order]
+    sequences = torch.where(present[..., None], sequences, pad)
     return Beams(
         sequences=ranked(sequences),
         lengths=ranked(length),

@@ -53,9 +53,7 @@ def search(
         entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
         path: keep every step.
     """
-    if generator is None or isinstance(generator, torch.Generator):
-        generator = fresh_seed(generator)
-    generators = generator if isinstance(generator, int) else [generator]
+    given = [generator] if isinstance(generator, Sequence | Streams) else generator
     found = search_each(
         [model],
         k,
@@ -63,7 +61,7 @@ def search(
         max_length=max_length,
         temperature=temperature,
         nucleus=nucleus,
-        generator=generators,
+        generator=given,
         joint=joint,
         entropy=entropy,
         path=path,
@@ -79,7 +77,7 @@ def search_each(
     max_length: int,
     temperature: float = 1.0,
     nucleus: float | None = None,
-    generator: int | Iterable[Sequence[torch.Generator] | Streams] | None = None,
+    generator: int | torch.Generator | Iterable[Sequence[torch.Generator] | Streams] | None = None,
     joint: bool = False,
     entropy: bool = False,
     path: bool = False,
@@ -92,14 +90,14 @@ def search_each(
     memory has room for, the others fewer at a time.
 
     Args:
-        models: made when there is room for them.
+        models: the next one is made and started while the ones before it go on.
         k: K ≥ 1.
         design: by name or as an object.
         max_length: T.
         temperature: τ.
         nucleus: truncation, if any.
-        generator: a seed, from which all sources, counted through, get a stream each; or the
-            generators of the sources for each model.
+        generator: a seed or a generator, from which all sources, counted through, get a stream
+            each; or the generators of the sources for each model.
         joint: keep joint inclusion probabilities.
         entropy: keep entropies.
         path: keep every step.
@@ -107,16 +105,17 @@ def search_each(
     chosen = design_named(design)
     check_settings(k, max_length, temperature, nucleus)
     plan = Plan(chosen, k, max_length, temperature, nucleus, joint, entropy, path)
-    seed = fresh_seed(None) if generator is None else generator
+    if generator is None or isinstance(generator, torch.Generator):
+        generator = fresh_seed(generator)
     settings = {
         "design": repr(chosen),
         "k": k,
         "temperature": temperature,
         "nucleus": nucleus,
         "max_length": max_length,
-        "seed": seed if isinstance(seed, int) else None,
+        "seed": generator if isinstance(generator, int) else None,
     }
-    return _beams(Tasks(_tasks(models, seed, settings)), plan)
+    return _beams(Tasks(_tasks(models, generator, settings)), plan)
 
 
 def _tasks(
@@ -139,13 +138,28 @@ def _tasks(
             count += model.sources
         else:
             assert given is not None
-            streams = _streams(next(given), model)
+            streams = _streams(next(given, None), model)
         name = getattr(model, "name", type(model).__name__)
         yield Task(model, streams, {**settings, "model": name})
 
 
-def _streams(given: Sequence[torch.Generator] | Streams, model: SequenceModel) -> Streams:
-    return given if isinstance(given, Streams) else Streams(given, model.sources, model.device)
+def _streams(given: Sequence[torch.Generator] | Streams | None, model: SequenceModel) -> Streams:
+    if given is None:
+        raise ValueError("generator has fewer entries than there are models")
+    if isinstance(given, Streams):
+        streams = given
+    elif isinstance(given, Sequence):
+        streams = Streams(given, model.sources, model.device)
+    else:
+        raise ValueError(
+            f"generator has a {type(given).__name__} for a model; it must have a list of them, one "
+            "for each source"
+        )
+    if streams.rows not in (model.sources, None):
+        raise ValueError(
+            f"generator has {streams.rows} streams for a model of {model.sources} sources"
+        )
+    return streams
 
 
 @torch.no_grad()
@@ -154,16 +168,16 @@ def _beams(tasks: Tasks, plan: Plan) -> Iterator[Beams]:
     first = tasks.next()
     if first is None:
         return
-    on_cuda = torch.device(first.model.device).type == "cuda"
+    device, sources = torch.device(first.model.device), first.model.sources
+    del first  # its buffers are not to be kept longer than it needs them
     progress = _progress(tasks, plan)
     goes_on = True
     while goes_on:
         try:
-            with torch.cuda.device(first.model.device) if on_cuda else nullcontext():
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 goes_on = next(progress, False)
                 found = [collected(task, plan) for task in tasks.done()]
         except torch.OutOfMemoryError as error:
-            sources = first.model.sources
             raise torch.OutOfMemoryError(
                 f"the GPU's memory is too small for {sources} sources with k = {plan.k}; "
                 f"try {max(1, sources // 2)} at a time ({error})"

@@ -159,8 +159,10 @@ class TextModel:
         """
         length = self.usual_length if max_length is None else max_length
         chosen = fresh_seed(None) if seed is None else seed
-        texts, to_number = tee(batches)
-        numbers = _counted_through(to_number) if streams is None else streams
+        texts, numbers = iter(batches), streams
+        if numbers is None:
+            texts, again = tee(texts)
+            numbers = _counted_through(again)
 
         def models() -> Iterator[TransformersModel]:
             for batch in texts:
@@ -181,8 +183,7 @@ class TextModel:
             entropy=entropy,
             path=path,
         )
-        for beams in found:
-            yield replace(beams, settings={**beams.settings, "seed": chosen})
+        return (replace(beams, settings={**beams.settings, "seed": chosen}) for beams in found)
 
     def sequence_model(self, texts: Sequence[str]) -> TransformersModel:
         """What the search asks for next tokens: the model with these texts, for one search."""

@@ -54,11 +54,13 @@ def go_through(
     """Do the work for every batch that is not done yet.
 
     A batch of which a part is done is computed again as a whole, so that a resumed run computes
-    what an uninterrupted one does.
+    what an uninterrupted one does; but where texts are refilled the batches are made anew.
     """
     with progress_bar(progress and len(numbers) > size) as bar:
         task = bar.add_task("", total=len(numbers), completed=len(sink.done))
         done = set(sink.done)
+        if refill < size:
+            numbers = [i for i in numbers if i not in done]
         every = batches(lengths, numbers, size, refill)
         try:
             for records in work(batch for batch in every if not done.issuperset(batch)):

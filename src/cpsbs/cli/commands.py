@@ -114,7 +114,9 @@ def sample(
                 yield sampled(beams, loaded, found, numbers, references)
 
         show, more = shown(json_lines, tables.beam), {"command": "sample"}
-        Task(draw, loaded, found, references, work, batch_size, skip, output, show, more).run()
+        Task(
+            draw, loaded, found, references, work, True, batch_size, skip, output, show, more
+        ).run()
 
 
 @app.command("estimate", epilog=EPILOG)
@@ -212,7 +214,9 @@ def estimate_command(
         more |= {"runs": runs, "repeats": repeats, "plain": plain}
         show = shown(json_lines, lambda record: f"{record['number'] + 1}: {record['line']}")
         work = partial(map, estimates)
-        Task(draw, loaded, found, references, work, batch_size, skip, output, show, more).run()
+        Task(
+            draw, loaded, found, references, work, False, batch_size, skip, output, show, more
+        ).run()
 
 
 def _check_estimate(

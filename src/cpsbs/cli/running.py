@@ -65,6 +65,8 @@ class Task:
     references: list[str] | None
     work: Work
     """From batches of numbers of texts to their records."""
+    together: bool
+    """Whether it searches batches together."""
     batch_size: int
     skip: bool
     output: Path | None
@@ -120,7 +122,8 @@ class Task:
         with closing(sink):
             size = self.batch_size
             # On a GPU new texts join those that are not through, as soon as there is room.
-            refill = max(1, size // 4) if self.model.model.device.type == "cuda" else size
+            joins = self.together and self.model.model.device.type == "cuda"
+            refill = max(1, size // 4) if joins else size
             go_through(self.work, lengths, numbers, size, refill, sink, progress=alone)
             sink.finish()
 

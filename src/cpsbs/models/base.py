@@ -25,7 +25,8 @@ class SequenceModel(Protocol):
       place of ``advance``, ``keep_sources(sources)`` drops the others, ``memo`` is a dictionary
       that is kept as long as the buffers that ``step`` returns, and, if there are such methods,
       ``admits(model)`` says whether the sources of another model can take places of its sources,
-      which ``join(places, model)`` does. See ``TransformersModel``.
+      which ``join(places, model)`` does, ``rest(places)`` tells that sources are not asked for any
+      more, and ``release()`` that none are. See ``TransformersModel``.
     """
 
     sources: int

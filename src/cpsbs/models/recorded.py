@@ -89,8 +89,10 @@ def begin(
         if kept.refused:
             raise NotPossibleError(kept.refused)
         if kept.each is None and prefix.sources > 1:
-            _try_each(model, kept, prefix, k, steps, reference())
-        recorded = RecordedSteps(model, kept, prefix, k, steps)
+            with kept.trying:
+                if kept.each is None:
+                    kept.each = _can_each(model, kept, prefix, k, steps, reference())
+        recorded = RecordedSteps(model, kept, prefix, k, steps, each=bool(kept.each))
         if not kept.checked:
             _compare(recorded, prefix, min(steps, 3), reference())
             kept.checked = True
@@ -121,9 +123,11 @@ def prefix_of(model: Any, kwargs: Mapping[str, Any]) -> _Prefix | None:
 class RecordedSteps:
     """The state of one search. Its workspace is free for another one when it is gone."""
 
-    def __init__(self, model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int) -> None:
+    def __init__(
+        self, model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int, each: bool
+    ) -> None:
         self._model, self._kept, self.k, self._steps = model, kept, k, steps
-        self._lease = kept.lease(prefix.shape(k, steps, each=bool(kept.each)))
+        self._lease = kept.lease(prefix.shape(k, steps, each))
         self._lengths: list[int] = []
         """Of the rows of each source, in tokens."""
         self._resting: set[int] = set()
@@ -157,7 +161,8 @@ class RecordedSteps:
         self._resting |= set(places)
         for i in places:
             self._lengths[i] = 0
-        self._lease.workspace.rest(torch.tensor(places, device=self._lease.workspace.shape.device))
+        workspace = self._lease.workspace
+        workspace.rest(torch.tensor(places, dtype=torch.int64, device=workspace.shape.device))
 
     def admits(self, prefix: _Prefix) -> bool:
         """Whether other sources, after their prompt, can take places here."""
@@ -177,7 +182,7 @@ class RecordedSteps:
         for i in places:
             self._lengths[i] = prefix.length
         self._resting -= set(places)
-        at = torch.tensor(places, device=prefix.device)
+        at = torch.tensor(places, dtype=torch.int64, device=prefix.device)
         self._lease.workspace.fill(at, *prefix.held())
 
     @property
@@ -190,13 +195,14 @@ class RecordedSteps:
         if len(sources) == len(self._lengths):
             return
         before = self._lease.workspace
-        # Of few sizes, so that there are few graphs. A source that goes on fills what is left over.
+        # Of few sizes, so that there are few graphs. What is left over rests.
         size = min(rung(len(sources)), before.shape.sources)
         filled = torch.cat([sources, sources[-1:].expand(size - len(sources))])
         lease = self._lease
         if size < before.shape.sources:
             lease = self._kept.lease(replace(before.shape, sources=size))
         lease.workspace.take(before, filled, min(max(self._lengths), before.shape.capacity))
+        lease.workspace.rest(torch.arange(len(sources), size, device=sources.device))
         kept = sources.tolist()
         self._lengths = [self._lengths[i] for i in kept]
         self._resting = {n for n, i in enumerate(kept) if i in self._resting}
@@ -237,19 +243,18 @@ def _agree(found: Tensor, expected: Tensor, prefix: _Prefix, step: int) -> None:
         raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {step + 1}")
 
 
-def _try_each(
+def _can_each(
     model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int, reference: Reference
-) -> None:
-    """Find out whether the rows of a model can stand at different positions.
+) -> bool | None:
+    """Whether the rows of a model can stand at different positions; None if one step cannot tell.
 
     After a step the first source begins again, and makes the same step while the others go on.
     """
     if steps < 2:
-        return
+        return None
     by_table = kept.by_table
-    kept.each = True
     try:
-        recorded = RecordedSteps(model, kept, prefix, k, steps)
+        recorded = RecordedSteps(model, kept, prefix, k, steps, each=True)
         source = torch.arange(prefix.sources, device=prefix.device)
         parent = source.new_zeros((prefix.sources, k))
         before = None
@@ -266,8 +271,11 @@ def _try_each(
         raise
     except Exception as error:
         log.debug("%s has one position for all rows: %s", type(model).__name__, error)
-        kept.each, kept.by_table = False, by_table
+        kept.by_table = by_table
         kept.forget()
+        return False
+    kept.checked = False  # what was compared before were other graphs
+    return True
 
 
 @dataclass(frozen=True)
@@ -417,6 +425,7 @@ class _Kept:
         """Whether the model has read its cache by the table so far, where it could."""
         self.each: bool | None = None
         """Whether its rows can stand at different positions, if that is known."""
+        self.trying = threading.Lock()
         self._fingerprint: int | None = None
         self._workspaces: list[Workspace] = []
 

@@ -215,6 +215,11 @@ class TransformersModel:
         if self._recorded is None or prefix is None:
             raise ValueError("join() needs admits() to have returned True")
         self._recorded.join(places, prefix)
+        del other._kwargs[CACHE]
+
+    def release(self) -> None:
+        """The search is over: its buffers are for others."""
+        self._recorded = None
 
     def _prefix(self) -> Any:
         """What it holds after the prompt; None if that is not of the known kind."""

@@ -72,6 +72,8 @@ class Workspace:
             self.token = zeros(shape.sources, shape.k, dtype=torch.int64)
             position = zeros(shape.sources, dtype=torch.int64)
             self.clock = Clock(position, shape.capacity, shape.k if shape.each else 0)
+            # Up to which positions sources go on; those that rest stay at the first.
+            self.limit = zeros(shape.sources, dtype=torch.int64)
             self.offset = zeros(rows, 1, dtype=torch.int64)
             # In which row of its source each position of a row lies.
             self.place = zeros(shape.sources, shape.k, shape.capacity, dtype=torch.int32)
@@ -140,6 +142,7 @@ class Workspace:
         # The rows of a source share its prompt, which is in the first of them.
         self.place[at] = 0
         self.clock.position[at] = length - 1
+        self.limit[at] = self.shape.capacity - 1
         for mask, shown in ((self.mask, seen), (self.cross_mask, cross_seen)):
             hidden = torch.full_like(shown, torch.finfo(mask.dtype).min, dtype=mask.dtype)
             hidden = pad(
@@ -152,8 +155,9 @@ class Workspace:
         self.offset.view(-1, k)[at] = (seen.sum(-1) - length)[:, None]
 
     def rest(self, at: Tensor) -> None:
-        """What these sources [n] hold is not needed any more; they go back to the beginning."""
-        self.clock.position[at] = -1
+        """What these sources [n] hold is not needed any more; they stay at the beginning."""
+        self.clock.position[at], self.limit[at] = -1, 0
+        self.offset.view(-1, self.shape.k)[at] = 0
 
     def take(self, other: Workspace, sources: Tensor, length: int) -> None:
         """Sources [b] of another workspace, or of this one, whose rows have so many tokens."""
@@ -169,6 +173,7 @@ class Workspace:
             mine.copy_(its.index_select(0, rows))
         self.place.copy_(other.place.index_select(0, sources))
         self.clock.position.copy_(other.clock.position.index_select(0, sources))
+        self.limit.copy_(other.limit.index_select(0, sources))
         for mine, its in zip(self.cross, other.cross, strict=True):
             mine.copy_(its.index_select(0, sources if self.by_table else rows))
         for mine, its in zip(self.states, other.states, strict=True):
@@ -234,8 +239,7 @@ class Workspace:
     def _compute(self, model: Any, window: int) -> None:
         """Let the rows go on from their parents, and ask the model."""
         self.clock.window = window
-        # Sources that rest may get to the end, and stay there.
-        self.clock.position.add_(1).clamp_(max=self.shape.capacity - 1)
+        torch.minimum(self.clock.position + 1, self.limit, out=self.clock.position)
         if self.by_table:
             from cpsbs.kernels.cache import advance
 
