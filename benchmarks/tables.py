@@ -32,5 +32,5 @@ def into_readme(text: str, results: Mapping[str, object]) -> str:
 
 def _cell(value: object) -> str:
     if isinstance(value, float):
-        return f"{value:.3g}"
+        return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
     return f"{value:,}" if isinstance(value, int) else str(value)

@@ -50,6 +50,12 @@ def test_the_page_on_speed_shows_the_last_results() -> None:
     for name in ("selection", "decoding", "corpus", "leak", "scaling"):
         assert f"<!-- table: {name} -->\n|" in page
     assert into_readme(page, results) == page
+    fast = {(row["model"], row["what"]): row["times as fast"] for row in results["decoding"]}
+    marian, llama = (
+        fast[name, "conditional-poisson"] for name in ("MarianMTModel", "LlamaForCausalLM")
+    )
+    assert f"CPSBS is {marian:.1f} times as fast" in README
+    assert f"and {llama:.1f} times for a model of the shape of a 1B Llama" in README
     on_cpu = json.loads((ROOT / "benchmarks/results/decoding.json").read_text())
     few, many = ({row["design"]: row["ratio"] for row in on_cpu[part]} for part in ("k5", "k20"))
     design = "conditional-poisson"

@@ -15,6 +15,7 @@ from typer.testing import CliRunner, Result
 
 import cpsbs
 from cpsbs.cli import commands
+from cpsbs.cli.batches import batches, refill_size
 from cpsbs.cli.commands import app
 from cpsbs.text import demonstration
 
@@ -209,3 +210,11 @@ def test_a_missing_package_is_told_with_its_extra(package: str, tmp_path: Path) 
     assert result.returncode == 1
     assert f"{package} is not installed; get it with: pip install 'cpsbs[{extra}]'" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_batches_that_are_refilled() -> None:
+    """The longest first, then so many as take the places of others; what is done is left out."""
+    lengths = [5, 9, 7, 3, 8, 1, 6]
+    assert list(batches(lengths, range(7), 4, 2)) == [[1, 4, 2, 6], [0, 3], [5]]
+    assert list(batches(lengths, range(7), 4, 4)) == [[1, 4, 2, 6], [0, 3, 5]]
+    assert [refill_size(size) for size in (1, 32, 255, 256, 1024)] == [1, 32, 255, 128, 512]

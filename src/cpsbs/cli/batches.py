@@ -24,6 +24,10 @@ WINDOW = 64
 """Batches whose texts are sorted by length together. Results of a window come in any order."""
 
 
+REFILL = 128
+"""Texts that are worth a beginning of their own, which takes as long as some fifty steps on a
+GPU."""
+
 Work = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
 """From batches of numbers of texts to the records of each batch, in their order."""
 
@@ -40,6 +44,11 @@ def batches(
         yield window[:size]
         for first in range(size, len(window), refill):
             yield window[first : first + refill]
+
+
+def refill_size(size: int) -> int:
+    """How many texts take the places of others at a time, on a GPU; all of them, if that is few."""
+    return size // 2 if size // 2 >= REFILL else size
 
 
 def go_through(

@@ -82,7 +82,7 @@ RemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Run code of the model.", rich_help_panel=MODEL),
 ]
 BatchSize = Annotated[
-    int, typer.Option(min=1, help="Texts decoded at once.", rich_help_panel=MODEL)
+    int, typer.Option(min=1, help="Texts decoded at once; more on a GPU.", rich_help_panel=MODEL)
 ]
 Output = Annotated[
     Path | None,

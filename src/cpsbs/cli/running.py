@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from cpsbs import __version__
-from cpsbs.cli.batches import Work, go_through
+from cpsbs.cli.batches import Work, go_through, refill_size
 from cpsbs.cli.draws import Draw
 from cpsbs.cli.inputs import refuse
 from cpsbs.cli.outputs import InOrder, Record, ResumableFile, Sink
@@ -123,7 +123,7 @@ class Task:
             size = self.batch_size
             # On a GPU new texts join those that are not through, as soon as there is room.
             joins = self.together and self.model.model.device.type == "cuda"
-            refill = max(1, size // 4) if joins else size
+            refill = refill_size(size) if joins else size
             go_through(self.work, lengths, numbers, size, refill, sink, progress=alone)
             sink.finish()
 
