@@ -231,7 +231,7 @@ def corpus(source: Path) -> list[Row]:
             given = text.tokenizer(batch, return_tensors="pt", padding=True).to("cuda")
             text.model.generate(**given, num_beams=5, max_new_tokens=128).cpu()
 
-    rows: list[Row] = []
+    speed: dict[tuple[int, str], float] = {}
     for size in (256, 1024):
         runs: dict[str, Callable[[], None]] = {"transformers": partial(theirs, size)}
         for design in ("conditional-poisson", "gumbel-top-k", "top-k"):
@@ -246,13 +246,18 @@ def corpus(source: Path) -> list[Row]:
                 run()
                 torch.cuda.synchronize()
                 seconds.append(time.perf_counter() - start)
-            speed = len(lines) / seconds[-1]
-            rows.append({"batch": size, "what": name, "sentences a second": speed})
-            print(rows[-1], flush=True)
-    best = max(float(str(r["sentences a second"])) for r in rows if r["what"] == "transformers")
-    for row in rows:
-        row["over transformers' best"] = float(str(row["sentences a second"])) / best
-    return rows
+            speed[size, name] = len(lines) / seconds[-1]
+            print(size, name, speed[size, name], flush=True)
+    best = max(value for (_, name), value in speed.items() if name == "transformers")
+    return [
+        {
+            "batch": size,
+            "what": name,
+            "sentences a second": value,
+            "over transformers' best": value / best,
+        }
+        for (size, name), value in speed.items()
+    ]
 
 
 def scaling() -> list[Row]:

@@ -19,28 +19,19 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 
 from cpsbs.models.attention import works
 from cpsbs.models.layers import table_is_possible
-from cpsbs.models.workspace import Shape, Workspace, ladder, rung
+from cpsbs.models.prefix import NotPossibleError, Prefix
+from cpsbs.models.workspace import Shape, Workspace, rung
 
 ON_CPU = False
 """On a CPU nothing is gained, as rows that have ended are computed too; the tests do it anyway."""
-
-ATTENTION = ("sdpa", "eager")
-"""Implementations of attention that take a mask to add to the scores."""
-
-UNDERSTOOD = {
-    *("past_key_values", "use_cache", "attention_mask", "decoder_attention_mask"),
-    *("encoder_outputs", "position_ids", "cache_position", "logits_to_keep"),
-}
-"""Inputs whose part in a step is known here."""
 
 MOST_IDLE = 8
 """Workspaces that are kept for later searches with a model …"""
@@ -48,10 +39,6 @@ MOST_IDLE_MEMORY = 0.3
 """… in so much of the device's memory."""
 
 log = logging.getLogger("cpsbs")
-
-
-class NotPossibleError(Exception):
-    """Why this search cannot have steps of fixed shape."""
 
 
 class Reference(Protocol):
@@ -84,7 +71,7 @@ def begin(
     with _LOCK:
         kept = _KEPT.setdefault(model, _Kept())
     try:
-        prefix = _Prefix.of(model, kwargs)
+        prefix = Prefix.of(model, kwargs)
         kept.check_same(model)
         if kept.refused:
             raise NotPossibleError(kept.refused)
@@ -112,28 +99,23 @@ def begin(
     return recorded
 
 
-def prefix_of(model: Any, kwargs: Mapping[str, Any]) -> _Prefix | None:
-    """What a model holds after the prompt; None if its inputs are not of the known kind."""
-    try:
-        return _Prefix.of(model, kwargs)
-    except NotPossibleError:
-        return None
-
-
 class RecordedSteps:
     """The state of one search. Its workspace is free for another one when it is gone."""
 
     def __init__(
-        self, model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int, each: bool
+        self, model: Any, kept: _Kept, prefix: Prefix, k: int, steps: int, each: bool
     ) -> None:
         self._model, self._kept, self.k, self._steps = model, kept, k, steps
         self._lease = kept.lease(prefix.shape(k, steps, each))
-        self._lengths: list[int] = []
-        """Of the rows of each source, in tokens."""
-        self._resting: set[int] = set()
+        self._lengths: list[int | None] = []
+        """Of the rows of each source, in tokens; None where it rests."""
         self.rewind(prefix)
 
-    def rewind(self, prefix: _Prefix) -> None:
+    @property
+    def _longest(self) -> int:
+        return max(n for n in self._lengths if n is not None)
+
+    def rewind(self, prefix: Prefix) -> None:
         """Back to before the first step."""
         self._lengths = [prefix.length] * prefix.sources
         everywhere = torch.arange(prefix.sources, device=prefix.device)
@@ -146,25 +128,23 @@ class RecordedSteps:
         """
         workspace, sources = self._lease.workspace, len(self._lengths)
         room = workspace.shape.capacity
-        if max(n for i, n in enumerate(self._lengths) if i not in self._resting) >= room:
+        if self._longest >= room:
             raise ValueError(f"there is room for {room} tokens only")
         workspace.parent[:sources].copy_(parent)
         workspace.token[:sources].copy_(token)
-        longest = min(max(self._lengths), room - 1)
-        scores = workspace.run(self._model, longest, strict=not self._kept.checked)
-        self._lengths = [n + 1 for n in self._lengths]
+        scores = workspace.run(self._model, self._longest, strict=not self._kept.checked)
+        self._lengths = [None if n is None else n + 1 for n in self._lengths]
         self._kept.by_table &= not workspace.gave_up_table
         return scores[: sources * self.k]
 
     def rest(self, places: list[int]) -> None:
         """Nobody asks for the sources in these places any more."""
-        self._resting |= set(places)
         for i in places:
-            self._lengths[i] = 0
+            self._lengths[i] = None
         workspace = self._lease.workspace
         workspace.rest(torch.tensor(places, dtype=torch.int64, device=workspace.shape.device))
 
-    def admits(self, prefix: _Prefix) -> bool:
+    def admits(self, prefix: Prefix) -> bool:
         """Whether other sources, after their prompt, can take places here."""
         shape = self._lease.workspace.shape
         theirs = replace(
@@ -177,11 +157,10 @@ class RecordedSteps:
         fits &= not prefix.cross or prefix.cross[0].shape[2] <= shape.source_length
         return shape.each and theirs == shape and fits
 
-    def join(self, places: list[int], prefix: _Prefix) -> None:
+    def join(self, places: list[int], prefix: Prefix) -> None:
         """Other sources take these places."""
         for i in places:
             self._lengths[i] = prefix.length
-        self._resting -= set(places)
         at = torch.tensor(places, dtype=torch.int64, device=prefix.device)
         self._lease.workspace.fill(at, *prefix.held())
 
@@ -201,15 +180,13 @@ class RecordedSteps:
         lease = self._lease
         if size < before.shape.sources:
             lease = self._kept.lease(replace(before.shape, sources=size))
-        lease.workspace.take(before, filled, min(max(self._lengths), before.shape.capacity))
+        lease.workspace.take(before, filled, self._longest)
         lease.workspace.rest(torch.arange(len(sources), size, device=sources.device))
-        kept = sources.tolist()
-        self._lengths = [self._lengths[i] for i in kept]
-        self._resting = {n for n, i in enumerate(kept) if i in self._resting}
+        self._lengths = [self._lengths[i] for i in sources.tolist()]
         self._lease = lease
 
 
-def _compare(recorded: RecordedSteps, prefix: _Prefix, steps: int, reference: Reference) -> None:
+def _compare(recorded: RecordedSteps, prefix: Prefix, steps: int, reference: Reference) -> None:
     """Raise if the recorded steps are not the model's; then go back to the start.
 
     Every other row extends the reference's tokens, in the first step those with even numbers, then
@@ -231,7 +208,7 @@ def _compare(recorded: RecordedSteps, prefix: _Prefix, steps: int, reference: Re
     recorded.rewind(prefix)
 
 
-def _agree(found: Tensor, expected: Tensor, prefix: _Prefix, step: int) -> None:
+def _agree(found: Tensor, expected: Tensor, prefix: Prefix, step: int) -> None:
     """Raise if logits [..., V] are not those expected."""
     p = expected.softmax(-1)
     gap = (found.log_softmax(-1) - expected.log_softmax(-1)).abs()
@@ -244,7 +221,7 @@ def _agree(found: Tensor, expected: Tensor, prefix: _Prefix, step: int) -> None:
 
 
 def _can_each(
-    model: Any, kept: _Kept, prefix: _Prefix, k: int, steps: int, reference: Reference
+    model: Any, kept: _Kept, prefix: Prefix, k: int, steps: int, reference: Reference
 ) -> bool | None:
     """Whether the rows of a model can stand at different positions; None if one step cannot tell.
 
@@ -276,112 +253,6 @@ def _can_each(
         return False
     kept.checked = False  # what was compared before were other graphs
     return True
-
-
-@dataclass(frozen=True)
-class _Prefix:
-    """What a model holds after the prompt, a row for each of the b sources."""
-
-    states: list[Tensor]
-    """[b, heads, length, dim] keys and values of all layers"""
-    mask: Tensor
-    """[b, length] which tokens of the prompt are seen"""
-    cross: list[Tensor]
-    """[b, heads, source length, dim] or none"""
-    cross_mask: Tensor
-    """[b, source length]"""
-    hidden: int
-
-    @classmethod
-    def of(cls, model: Any, kwargs: Mapping[str, Any]) -> _Prefix:
-        """Of a model's inputs; says why not if they are not of the known kind."""
-        cache: Any = kwargs.get("past_key_values")
-        unknown = [name for name in kwargs.keys() - UNDERSTOOD if kwargs[name] is not None]
-        attention = model.config._attn_implementation
-        for obstacle, reason in (
-            (cache is None or kwargs.get("use_cache") is False, "it does not use its cache"),
-            (unknown, f"it has the inputs {', '.join(sorted(unknown))}"),
-            (hasattr(model, "_reorder_cache"), "it reorders its cache itself"),
-            (attention not in ATTENTION, f"its attention is {attention}"),
-            (model.training, "it is in training mode"),
-            (torch.is_autocast_enabled(model.device.type), "autocast is on"),
-        ):
-            if obstacle:
-                raise NotPossibleError(reason)
-        both = isinstance(cache, EncoderDecoderCache)
-        if both != bool(model.config.is_encoder_decoder):
-            raise NotPossibleError(f"its cache is a {type(cache).__name__}")
-        states = _states(cache.self_attention_cache if both else cache)
-        cross = _states(cache.cross_attention_cache) if both else []
-        mask = _mask(kwargs.get("decoder_attention_mask" if both else "attention_mask"), states[0])
-        cross_mask = _mask(kwargs.get("attention_mask"), cross[0]) if both else mask[:, :0]
-        hidden = kwargs["encoder_outputs"][0].shape[-1] if both else 0
-        return cls(states, mask, cross, cross_mask, hidden)
-
-    @property
-    def sources(self) -> int:
-        return len(self.states[0])
-
-    @property
-    def length(self) -> int:
-        return self.states[0].shape[2]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.states[0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.states[0].device
-
-    def held(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
-        """What goes into buffers."""
-        return self.states, self.mask, self.cross, self.cross_mask
-
-    def of_sources(self, some: slice) -> _Prefix:
-        """Of some of the sources."""
-        states, cross = ([x[some] for x in held] for held in (self.states, self.cross))
-        return _Prefix(states, self.mask[some], cross, self.cross_mask[some], self.hidden)
-
-    def shape(self, k: int, steps: int, each: bool) -> Shape:
-        """Of the buffers for so many steps."""
-        cuda = self.device.type == "cuda"
-        return Shape(
-            sources=self.sources,
-            k=k,
-            capacity=ladder(self.length + steps, 32),
-            states=(len(self.states), *self.states[0].shape[1::2]),
-            cross=(len(self.cross), *self.cross[0].shape[1::2]) if self.cross else (0, 0, 0),
-            source_length=ladder(self.cross[0].shape[2], 16) if self.cross else 0,
-            hidden=self.hidden,
-            dtype=self.dtype,
-            device=self.device,
-            stream=torch.cuda.current_stream(self.device).cuda_stream if cuda else 0,
-            each=each,
-        )
-
-
-def _states(cache: Any) -> list[Tensor]:
-    """Keys and values of all layers, all [b, heads, length, dim]."""
-    kinds = {type(layer) for layer in cache.layers}
-    if kinds != {DynamicLayer} or cache.offloading:
-        names = ", ".join(sorted(kind.__name__ for kind in kinds))
-        raise NotPossibleError(f"its cache is of the kind {names or 'empty'}")
-    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
-    if len({(state.shape, state.dtype, state.device) for state in states}) > 1:
-        raise NotPossibleError("its layers differ in shape or device")
-    return states
-
-
-def _mask(given: Any, state: Tensor) -> Tensor:
-    """[b, length] of a mask that may go on behind it, or none."""
-    b, length = len(state), state.shape[2]
-    if given is None:
-        return torch.ones((b, length), dtype=torch.bool, device=state.device)
-    if given.ndim != 2 or len(given) != b or given.shape[1] < length:
-        raise NotPossibleError(f"its mask has the shape {list(given.shape)}")
-    mask: Tensor = given[:, :length].to(device=state.device, dtype=torch.bool)
-    return mask
 
 
 def _weights_and_hooks(model: Any) -> tuple[Any, ...]:
@@ -444,8 +315,8 @@ class _Kept:
 
     def refuse(self, reason: str) -> None:
         """Do not try again until the model is another one."""
-        with _LOCK:
-            self.refused, self._workspaces = reason, []
+        self.refused = reason
+        self.forget()
 
     def forget(self) -> None:
         """Keep no workspace."""

@@ -223,9 +223,12 @@ class TransformersModel:
 
     def _prefix(self) -> Any:
         """What it holds after the prompt; None if that is not of the known kind."""
-        from cpsbs.models import recorded
+        from cpsbs.models.prefix import NotPossibleError, Prefix
 
-        return recorded.prefix_of(self._model, self._kwargs)
+        try:
+            return Prefix.of(self._model, self._kwargs)
+        except NotPossibleError:
+            return None
 
     def _apart(self) -> TransformersModel:
         """A copy that can go on by itself, without processors."""
