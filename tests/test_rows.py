@@ -230,3 +230,45 @@ def test_a_trail_leads_back() -> None:
     trail.append(both[:1], torch.tensor([[1, 1]]), torch.tensor([[6, 7]]))
     found = trail.sequences(both, [2, 3]).tolist()
     assert found == [[[5, 6, 9], [5, 7, 9]], [[7, 9, 9], [8, 9, 9]]]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 13, 64, 65])
+def test_a_long_trail_is_walked_as_if_step_by_step(steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    trail, written = Trail(3, 4, pad=0, device=torch.device("cpu"), steps=steps), []
+    for _ in range(steps + 2):
+        parent = torch.randint(4, (3, 4), generator=generator)
+        token = torch.randint(100, (3, 4), generator=generator)
+        trail.append(torch.arange(3), parent, token)
+        written.append((parent.tolist(), token.tolist()))
+    found = trail.sequences(torch.tensor([2, 0]), [steps, steps]).tolist()
+    for source, sequences in zip((2, 0), found, strict=True):
+        for row, sequence in enumerate(sequences):
+            expected, at = [], row
+            for parents, tokens in reversed(written[-steps:]):
+                expected.append(tokens[source][at])
+                at = parents[source][at]
+            assert sequence == expected[::-1]
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_what_is_ready_comes_before_the_error_of_a_later_model(
+    starts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is made, and started, while others are on their way."""
+    model = make("llama").double()
+    fix_rows(monkeypatch)
+
+    def models() -> Iterator[TransformersModel]:
+        for given in groups(False)[:2]:
+            yield TransformersModel(model, **given)
+        if not starts:
+            raise ValueError("no more of them")
+        wrong = TransformersModel(model, **groups(False)[0])
+        monkeypatch.setattr(wrong, "start", lambda: torch.zeros((1, 2)))
+        yield wrong
+
+    found = search_each(models(), 3, max_length=30, generator=0)
+    assert [len(next(found)) for _ in range(2)] == [len(g["input_ids"]) for g in groups(False)[:2]]
+    with pytest.raises(ValueError, match="it must be" if starts else "no more of them"):
+        next(found)

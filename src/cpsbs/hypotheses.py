@@ -134,13 +134,20 @@ class Trail:
             own.index_copy_(0, slot, given)
 
     def sequences(self, slot: Tensor, steps: Sequence[int]) -> Tensor:
-        """[n, K, T] tokens of the hypotheses in these slots [n], each after so many steps."""
+        """[n, K, T] tokens of the hypotheses in these slots [n], each after so many steps.
+
+        Where a hypothesis was s steps ago is a composition of s maps, from places to places. All of
+        them take log₂ T rounds, in each of which a map that goes d steps back is composed with the
+        one that goes on d steps further.
+        """
         most = max(steps)
-        place, tokens = self._itself[slot], list[Tensor]()
-        for parent, token in islice(reversed(self._steps), most):
-            tokens.append(token[slot].gather(-1, place))
-            place = parent[slot].gather(-1, place)
-        backwards = torch.stack(tokens, dim=-1)
+        last = list(islice(reversed(self._steps), most))
+        parent, token = (torch.stack(each)[:, slot] for each in zip(*last, strict=True))
+        back, distance = torch.cat([self._itself[slot][None], parent[:-1]]), 1
+        while distance < most:
+            further = back[distance:].gather(-1, back[:-distance])
+            back, distance = torch.cat([back[:distance], further]), 2 * distance
+        backwards = token.gather(-1, back).permute(1, 2, 0)
         if min(steps) == most:
             return backwards.flip(-1)
         count = torch.tensor(steps, device=slot.device)[:, None, None]

@@ -184,7 +184,7 @@ class FixedRows:
 
     def looks(self, step: int) -> bool:
         """Now and then."""
-        return step % LOOK == LOOK - 1
+        return step % LOOK == 0
 
     def scores(self, beam: Hypotheses) -> Tensor:
         """As the model has them, those that do not go on written over."""

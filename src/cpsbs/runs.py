@@ -63,11 +63,22 @@ class Tasks:
         self._coming = iter(tasks)
         self._waiting: Task | None = None
         self._begun = deque[Task]()
+        self._error: Exception | None = None
 
     def next(self) -> Task | None:
-        """The one that waits longest."""
-        if self._waiting is None:
-            self._waiting = next(self._coming, None)
+        """The one that waits longest; where others have begun, with its first scores.
+
+        If it cannot be had, that is an error when those that have begun are done.
+        """
+        if self._waiting is None and self._error is None:
+            try:
+                self._waiting = next(self._coming, None)
+                if self._begun and self._waiting is not None:
+                    _ = self._waiting.scores
+            except Exception as error:
+                self._waiting, self._error = None, error
+        if self._error is not None and not self._begun:
+            raise self._error
         return self._waiting
 
     def begin(self) -> Task:
@@ -130,7 +141,9 @@ class Run:
         self._trail = Trail(model.sources, plan.k, model.pad, model.device, plan.max_length)
         self._slot = torch.arange(model.sources, device=model.device)
         self._owner: list[Task | None] = [task] * model.sources
-        self._age = [0] * model.sources
+        self._steps = 0
+        self._since = [0] * model.sources
+        """After how many steps the source in each place has begun."""
         # Its own, as those of other sources will be put into it.
         self._streams = task.streams.copy()
         self._beam = plan.first(task, self._streams)
@@ -146,18 +159,18 @@ class Run:
             self._rows.release()
 
     def _loop(self, tasks: Tasks) -> Iterator[None]:
-        steps = 0
+        busy = list(range(len(self._owner)))
+        oldest = 0
         while True:
-            parent = self._pick(first=steps == 0)
-            self._age = [age + 1 for age in self._age]
-            busy = [i for i, owner in enumerate(self._owner) if owner is not None]
-            full = max(self._age[i] for i in busy) == self._plan.max_length
-            if full or self._rows.looks(steps):
+            parent = self._pick()
+            self._steps += 1
+            full = self._steps - oldest == self._plan.max_length
+            if full or self._rows.looks(self._steps):
                 # Prepared by the host while the device is busy.
                 refills = self._rows.takes_others and not self._plan.path
                 coming = tasks.next() if refills else None
                 going = self._look()
-                ended = [i for i in busy if not going[i] or self._age[i] == self._plan.max_length]
+                ended = [i for i in busy if not going[i] or self._age(i) == self._plan.max_length]
                 left = sorted(set(busy) - set(ended))
                 free = sorted(set(range(len(going))) - set(left))
                 joins = coming is not None and self._fits(coming, free)
@@ -174,13 +187,18 @@ class Run:
                     count = coming.model.sources
                     parent = self._join(tasks.begin(), free[:count], parent)
                     free, coming = free[count:], tasks.next()
+                busy = [i for i, owner in enumerate(self._owner) if owner is not None]
+                oldest = min(self._since[i] for i in busy)
             self._rows.advance(parent, self._beam)
-            steps += 1
 
-    def _pick(self, first: bool) -> Tensor:
+    def _age(self, place: int) -> int:
+        """How many tokens the source in a place has."""
+        return self._steps - self._since[place]
+
+    def _pick(self) -> Tensor:
         """One step: the hypotheses that follow, and [b, K] their parents."""
         plan, step = self._plan, self._step
-        if self._recorded is None and not first and step.recordable and not plan.path:
+        if self._recorded is None and self._steps and step.recordable and not plan.path:
             key = (step.key, plan.entropy)
             self._recorded = self._rows.recorded(step, key, self._beam, self._streams)
             if self._recorded is not None:
@@ -211,7 +229,7 @@ class Run:
             assert task is not None
             mine = [i for i in ended if self._owner[i] is task]
             place = self._tensor(mine)
-            tokens = self._trail.sequences(self._slot[place], [self._age[i] for i in mine])
+            tokens = self._trail.sequences(self._slot[place], [self._age(i) for i in mine])
             task.found.append((self._beam.of(place), tokens))
         for i in ended:
             self._owner[i] = None
@@ -226,12 +244,11 @@ class Run:
         self._beam, self._streams = self._beam.of(kept), self._streams.select(kept)
         self._slot = self._slot[kept]
         self._owner = [self._owner[i] for i in left]
-        self._age = [self._age[i] for i in left]
+        self._since = [self._since[i] for i in left]
         self._rows.keep(kept)
         self._recorded = None
 
     def _fits(self, task: Task, free: list[int]) -> bool:
-        _ = task.scores  # it has to have begun
         return task.model.sources <= len(free) and self._rows.admits(task.model)
 
     def _join(self, task: Task, places: list[int], parent: Tensor) -> Tensor:
@@ -249,7 +266,7 @@ class Run:
         self._rows.join(places, task.model)
         del task.scores
         for i in places:
-            self._owner[i], self._age[i] = task, 1
+            self._owner[i], self._since[i] = task, self._steps - 1
         # The rows of a source that begins are all alike.
         return parent.index_fill(0, at, 0)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from cpsbs.beams import Beams
 from cpsbs.designs import Design
@@ -78,10 +79,6 @@ class TextModel:
     def is_encoder_decoder(self) -> bool:
         """Whether a text is a source to be translated, not the beginning of what is sampled."""
         return bool(self.model.config.is_encoder_decoder)
-
-    def token_counts(self, texts: Sequence[str]) -> list[int]:
-        """How many tokens each text has, with those that the tokenizer adds."""
-        return [len(ids) for ids in self.tokenizer(list(texts)).input_ids]
 
     def room(self, max_length: int) -> int | None:
         """The most tokens a text may have, if there is a limit."""
@@ -168,8 +165,9 @@ class TextModel:
             for batch in texts:
                 if isinstance(batch, str):
                     raise ValueError("texts is one text; it must be a list of them: [text]")
-                self._check(batch, length)
-                yield self.sequence_model(batch)
+                tokens = self._tokens(batch)
+                self._check(batch, tokens, length)
+                yield self._sequence_model(tokens)
 
         found = search_each(
             models(),
@@ -187,13 +185,32 @@ class TextModel:
 
     def sequence_model(self, texts: Sequence[str]) -> TransformersModel:
         """What the search asks for next tokens: the model with these texts, for one search."""
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
+        return self._sequence_model(self._tokens(texts))
+
+    @property
+    def _padding(self) -> int:
+        """A token that nothing attends to."""
+        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
+        return next((token for token in known if token is not None), 0)
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """With those that the tokenizer adds."""
+        tokens: list[list[int]] = self.tokenizer(list(texts)).input_ids if texts else []
+        return tokens
+
+    def _sequence_model(self, tokens: list[list[int]]) -> TransformersModel:
         # A prompt must end where the model goes on.
         side = "right" if self.is_encoder_decoder else "left"
-        inputs = self.tokenizer(list(texts), return_tensors="pt", padding=True, padding_side=side)
-        inputs.pop("token_type_ids", None)
-        model = TransformersModel(self.model, **inputs.to(self.model.device))
+
+        def padded(rows: list[Tensor], value: int) -> Tensor:
+            return pad_sequence(rows, True, value, padding_side=side).to(self.model.device)
+
+        ids = [torch.tensor(row, dtype=torch.int64) for row in tokens]
+        model = TransformersModel(
+            self.model,
+            input_ids=padded(ids, self._padding),
+            attention_mask=padded([torch.ones_like(row) for row in ids], 0),
+        )
         model.name = self.name
         return model
 
@@ -216,23 +233,28 @@ class TextModel:
 
     def unusable(self, texts: Sequence[str], max_length: int) -> dict[int, str]:
         """By number, what is wrong with the texts that cannot be taken."""
+        return self._unusable(texts, self._tokens(texts), max_length)
+
+    def _unusable(
+        self, texts: Sequence[str], tokens: list[list[int]], max_length: int
+    ) -> dict[int, str]:
         if self.longest is not None and max_length > self.longest:
             raise ValueError(
                 f"max_length is {max_length}; {self.name} takes at most {self.longest} tokens"
             )
         room = self.room(max_length)
         wrong = {}
-        for i, (text, count) in enumerate(zip(texts, self.token_counts(texts), strict=True)):
+        for i, (text, own) in enumerate(zip(texts, tokens, strict=True)):
             if not text.strip():
                 wrong[i] = "is empty"
-            elif room is not None and count > room:
-                wrong[i] = f"has {count} tokens; {self.name} takes {room}"
+            elif room is not None and len(own) > room:
+                wrong[i] = f"has {len(own)} tokens; {self.name} takes {room}"
         return wrong
 
-    def _check(self, texts: Sequence[str], max_length: int) -> None:
+    def _check(self, texts: Sequence[str], tokens: list[list[int]], max_length: int) -> None:
         if not texts:
             raise ValueError("texts is empty; it must hold at least one text")
-        for i, reason in self.unusable(texts, max_length).items():
+        for i, reason in self._unusable(texts, tokens, max_length).items():
             raise ValueError(f"texts[{i}] {reason}")
 
 

@@ -16,7 +16,7 @@ from cpsbs.experiments.store import Store
 from cpsbs.models.table import TableModel
 from tests import exact
 
-SUBJECT = Subject("en-fr", "abc", "def", 3003, "a processor")
+SUBJECT = Subject("en-fr", "abc", "def", 3003, ("CPU, 2 processors",))
 
 
 def test_every_cell_is_planned_once_and_has_its_own_seed() -> None:
@@ -43,7 +43,7 @@ def test_a_changed_setting_model_or_test_set_makes_new_cells() -> None:
         # What is computed on a table depends on neither.
         assert all(name.startswith("enumerated") for name in before & after)
     assert {c.name for c in plan(["runtime"], QUICK, SUBJECT)}.isdisjoint(
-        c.name for c in plan(["runtime"], QUICK, replace(SUBJECT, device="another"))
+        c.name for c in plan(["runtime"], QUICK, replace(SUBJECT, devices=("another",)))
     )
 
 
@@ -72,10 +72,26 @@ def test_the_store_has_whole_cells_or_none(tmp_path: Path) -> None:
     assert [file.suffix for file in (tmp_path / "cells").iterdir()] == [".parquet"]
 
 
+def test_times_on_other_devices_are_found_again(tmp_path: Path) -> None:
+    """A folder that was on two machines has the times of both; of nothing else."""
+    scale = replace(FULL, runtime_sizes=(2,))
+    here = plan(["runtime"], scale, SUBJECT)
+    both = plan(["runtime"], scale, replace(SUBJECT, devices=("a card", *SUBJECT.devices)))
+    assert len(both) == 2 * len(here)
+    assert {cell.name for cell in here} < {cell.name for cell in both}
+    other = plan(["runtime"], replace(scale, max_length=7), replace(SUBJECT, devices=("a card",)))
+    store = Store(tmp_path)
+    for cell in (*both, *other):
+        store.write(cell, [{"seconds": 1.0}], seconds=1.0)
+    found = {cell.name for cell in store.on_other_devices(here)}
+    assert found == {cell.name for cell in both} - {cell.name for cell in here}
+    assert store.on_other_devices(plan(["hindsight"], scale, SUBJECT)) == []
+
+
 def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
     def fingerprint() -> str:
         subjects = Subjects(str(tmp_path), None, None, False, ["a"], ["b"])
-        return subject_of(subjects, "here").model_fingerprint
+        return subject_of(subjects, ("here",)).model_fingerprint
 
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")

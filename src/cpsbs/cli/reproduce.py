@@ -17,7 +17,7 @@ from cpsbs.cli.batches import progress_bar
 from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import INPUT, RESULT, Device, Dtype, ModelName, RemoteCode
 from cpsbs.cli.running import errors_told
-from cpsbs.experiments.compute import Subjects, Worker
+from cpsbs.experiments.compute import CPU, Subjects, Worker
 from cpsbs.experiments.engines import LocalPool, Pool, RayPool
 from cpsbs.experiments.plan import EXPERIMENTS, FULL, QUICK, plan
 from cpsbs.experiments.report import write_report
@@ -106,7 +106,9 @@ def reproduce(
             )
         on = device or ("cuda" if torch.cuda.is_available() else "cpu")
         subjects = Subjects(model, on, dtype, trust_remote_code, sources, references)
-        subject = subject_of(subjects, _device_name(on))
+        # Time is measured on a CPU too, as in the paper.
+        names_of_devices = dict.fromkeys((_device_name(on), _device_name("cpu")))
+        subject = subject_of(subjects, tuple(names_of_devices))
         cells = plan(names, scale, subject)
         store = Store(out)
         missing = [cell for cell in cells if not store.has(cell)]
@@ -131,7 +133,8 @@ def reproduce(
         if not complete:
             raise ValueError(f"{out} has no complete experiment to draw; leave out --draw-only")
         settings = {"scale": asdict(scale), "subject": asdict(subject)}
-        file = write_report(out, complete, store.rows(cells), scale, settings)
+        rows = store.rows([*cells, *store.on_other_devices(cells)])
+        file = write_report(out, complete, rows, scale, settings)
         left = [name for name in names if name not in complete]
         say.print(f"{file}" + (f" (not complete: {', '.join(left)})" if left else ""))
 
@@ -181,7 +184,7 @@ def _processors() -> int:
 def _device_name(device: str) -> str:
     if device.startswith("cuda"):
         return str(torch.cuda.get_device_name(torch.device(device)))
-    return f"CPU, {_processors()} processors"
+    return f"{CPU}, {_processors()} processors"
 
 
 def _duration(seconds: float) -> str:

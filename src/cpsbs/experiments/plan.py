@@ -95,8 +95,8 @@ class Subject:
     model_fingerprint: str
     texts_fingerprint: str
     sentences: int
-    device: str
-    """What time is measured on; results do not depend on it."""
+    devices: tuple[str, ...]
+    """Names of what time is measured on; other results do not depend on it."""
 
     def settings(self) -> dict[str, Any]:
         """What every cell depends on."""
@@ -230,10 +230,11 @@ def _runtime(scale: Scale, subject: Subject) -> list[Cell]:
                 "temperature": 0.3,
                 "max_length": scale.max_length,
                 "repeats": scale.runtime_repeats,
-                "device": subject.device,
+                "device": device,
             },
             effort=float(len(scale.lines) * k * scale.runtime_repeats),
         )
+        for device in subject.devices
         for k in scale.runtime_sizes
         for design in (*ESTIMATORS, "top-k", "diverse")
     ]

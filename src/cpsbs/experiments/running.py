@@ -32,7 +32,7 @@ def fill(
                 yield cell
 
 
-def subject_of(subjects: Subjects, device: str) -> Subject:
+def subject_of(subjects: Subjects, devices: tuple[str, ...]) -> Subject:
     """What tells this model and test set from others."""
     texts = json.dumps([list(subjects.sources), list(subjects.references)])
     name = subjects.model
@@ -42,7 +42,7 @@ def subject_of(subjects: Subjects, device: str) -> Subject:
         model_fingerprint=_fingerprint(folder) if folder.is_dir() else f"hub:{name}",
         texts_fingerprint=hashlib.sha256(texts.encode()).hexdigest()[:16],
         sentences=len(subjects.sources),
-        device=device,
+        devices=devices,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,24 @@ class Store:
             if self.has(cell):
                 table = self._parquet.read_table(self._file(cell))
                 found += [{**cell.settings, **row} for row in table.to_pylist()]
+        return found
+
+    def on_other_devices(self, cells: Iterable[Cell]) -> list[Cell]:
+        """Cells that are there and differ from some of these in the device alone."""
+
+        def without_device(settings: Mapping[str, Any]) -> str:
+            rest = {name: value for name, value in settings.items() if name != "device"}
+            return json.dumps(rest, sort_keys=True)
+
+        timed = {cell.name: cell for cell in cells if "device" in cell.settings}
+        alike = {(cell.kind, without_device(cell.settings)) for cell in timed.values()}
+        found = []
+        for kind in {kind for kind, _ in alike}:
+            for file in sorted(self._folder.glob(f"{kind}-*.parquet")):
+                metadata = self._parquet.read_schema(file).metadata
+                cell = Cell(kind, json.loads(metadata[b"settings"]), 0.0)
+                if cell.name not in timed and (kind, without_device(cell.settings)) in alike:
+                    found.append(cell)
         return found
 
     def seconds(self, cell: Cell) -> float:

@@ -107,17 +107,24 @@ class RecordedSteps:
     ) -> None:
         self._model, self._kept, self.k, self._steps = model, kept, k, steps
         self._lease = kept.lease(prefix.shape(k, steps, each))
-        self._lengths: list[int | None] = []
-        """Of the rows of each source, in tokens; None where it rests."""
+        self._taken = 0
+        """Steps, so far."""
+        self._ahead: list[int | None] = []
+        """How many more tokens than steps the rows of each source have; None where it rests."""
+        self._most_ahead = 0
         self.rewind(prefix)
 
     @property
     def _longest(self) -> int:
-        return max(n for n in self._lengths if n is not None)
+        return self._taken + self._most_ahead
+
+    def _stand(self, ahead: list[int | None]) -> None:
+        self._ahead = ahead
+        self._most_ahead = max((n for n in ahead if n is not None), default=-self._taken)
 
     def rewind(self, prefix: Prefix) -> None:
         """Back to before the first step."""
-        self._lengths = [prefix.length] * prefix.sources
+        self._stand([prefix.length - self._taken] * prefix.sources)
         everywhere = torch.arange(prefix.sources, device=prefix.device)
         self._lease.workspace.fill(everywhere, *prefix.held())
 
@@ -126,21 +133,21 @@ class RecordedSteps:
 
         The next step overwrites them.
         """
-        workspace, sources = self._lease.workspace, len(self._lengths)
+        workspace, sources = self._lease.workspace, len(self._ahead)
         room = workspace.shape.capacity
         if self._longest >= room:
             raise ValueError(f"there is room for {room} tokens only")
         workspace.parent[:sources].copy_(parent)
         workspace.token[:sources].copy_(token)
         scores = workspace.run(self._model, self._longest, strict=not self._kept.checked)
-        self._lengths = [None if n is None else n + 1 for n in self._lengths]
+        self._taken += 1
         self._kept.by_table &= not workspace.gave_up_table
         return scores[: sources * self.k]
 
     def rest(self, places: list[int]) -> None:
         """Nobody asks for the sources in these places any more."""
-        for i in places:
-            self._lengths[i] = None
+        resting = set(places)
+        self._stand([None if i in resting else n for i, n in enumerate(self._ahead)])
         workspace = self._lease.workspace
         workspace.rest(torch.tensor(places, dtype=torch.int64, device=workspace.shape.device))
 
@@ -159,8 +166,8 @@ class RecordedSteps:
 
     def join(self, places: list[int], prefix: Prefix) -> None:
         """Other sources take these places."""
-        for i in places:
-            self._lengths[i] = prefix.length
+        new, ahead = set(places), prefix.length - self._taken
+        self._stand([ahead if i in new else n for i, n in enumerate(self._ahead)])
         at = torch.tensor(places, dtype=torch.int64, device=prefix.device)
         self._lease.workspace.fill(at, *prefix.held())
 
@@ -171,7 +178,7 @@ class RecordedSteps:
 
     def keep_sources(self, sources: Tensor) -> None:
         """Only these sources [b'] go on."""
-        if len(sources) == len(self._lengths):
+        if len(sources) == len(self._ahead):
             return
         before = self._lease.workspace
         # Of few sizes, so that there are few graphs. What is left over rests.
@@ -182,7 +189,7 @@ class RecordedSteps:
             lease = self._kept.lease(replace(before.shape, sources=size))
         lease.workspace.take(before, filled, self._longest)
         lease.workspace.rest(torch.arange(len(sources), size, device=sources.device))
-        self._lengths = [self._lengths[i] for i in sources.tolist()]
+        self._stand([self._ahead[i] for i in sources.tolist()])
         self._lease = lease
 
 
