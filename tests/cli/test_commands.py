@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 
 import cpsbs
 from cpsbs.cli import commands
-from cpsbs.cli.batches import batches, refill_size
+from cpsbs.cli.batches import batches, refill_size, usual_size
 from cpsbs.cli.commands import app
 from cpsbs.text import demonstration
 
@@ -218,3 +218,9 @@ def test_batches_that_are_refilled() -> None:
     assert list(batches(lengths, range(7), 4, 2)) == [[1, 4, 2, 6], [0, 3], [5]]
     assert list(batches(lengths, range(7), 4, 4)) == [[1, 4, 2, 6], [0, 3, 5]]
     assert [refill_size(size) for size in (1, 32, 255, 256, 1024)] == [1, 32, 255, 128, 512]
+
+
+def test_a_gpu_gets_more_texts_at_once() -> None:
+    card, processor = torch.device("cuda"), torch.device("cpu")
+    assert [usual_size(card, k) for k in (1, 5, 10, 100)] == [1280, 256, 128, 32]
+    assert usual_size(processor, 5) == 32

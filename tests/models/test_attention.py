@@ -343,9 +343,10 @@ def test_a_kernel_that_fails(by_kernel: Asked, caplog: pytest.LogCaptureFixture)
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("group", [1, 4, 8])
-def test_on_a_gpu(group: int, dtype: torch.dtype) -> None:
-    check_numerics(itertools.product((1, 3, 20), (group,), (8, 48, 64, 80, 128), (dtype,)), "cuda")
+def test_on_a_gpu(dtype: torch.dtype) -> None:
+    """Every pair of rows, groups and dimensions would be better, but each takes a compiler long."""
+    shapes = [(1, 1, 8), (3, 4, 48), (20, 1, 64), (3, 8, 80), (20, 4, 128), (20, 8, 64), (1, 4, 64)]
+    check_numerics([(*shape, dtype) for shape in shapes], "cuda", masks=3)
 
 
 @gpu

@@ -28,6 +28,9 @@ REFILL = 128
 """Texts that are worth a beginning of their own, which takes as long as some fifty steps on a
 GPU."""
 
+ROWS = 1280
+"""Hypotheses at once on a GPU, which fewer do not keep busy."""
+
 Work = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
 """From batches of numbers of texts to the records of each batch, in their order."""
 
@@ -44,6 +47,11 @@ def batches(
         yield window[:size]
         for first in range(size, len(window), refill):
             yield window[first : first + refill]
+
+
+def usual_size(device: torch.device, k: int) -> int:
+    """How many texts are decoded at once where nothing is said."""
+    return max(32, ROWS // k if device.type == "cuda" else 0)
 
 
 def refill_size(size: int) -> int:

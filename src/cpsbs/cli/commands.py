@@ -15,6 +15,7 @@ from rich.text import Text
 
 from cpsbs import __version__
 from cpsbs.cli import tables
+from cpsbs.cli.batches import usual_size
 from cpsbs.cli.draws import chosen_design, compared, drawing, quiet_load, sampled
 from cpsbs.cli.inputs import read_references, read_texts, refuse
 from cpsbs.cli.options import (
@@ -90,7 +91,7 @@ def sample(
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: RemoteCode = False,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = None,
     output: Output = None,
     json_lines: Json = False,
 ) -> None:
@@ -106,6 +107,7 @@ def sample(
         references = read_references(reference, reference_file, len(found))
         loaded = quiet_load(model, device, dtype, trust_remote_code)
         draw = drawing(loaded, k, chosen, temperature, nucleus, max_length, seed)
+        size = batch_size or usual_size(loaded.model.device, k)
 
         def work(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
             to_draw, to_tell = tee(batches)
@@ -114,9 +116,7 @@ def sample(
                 yield sampled(beams, loaded, found, numbers, references)
 
         show, more = shown(json_lines, tables.beam), {"command": "sample"}
-        Task(
-            draw, loaded, found, references, work, True, batch_size, skip, output, show, more
-        ).run()
+        Task(draw, loaded, found, references, work, True, size, skip, output, show, more).run()
 
 
 @app.command("estimate", epilog=EPILOG)
@@ -159,7 +159,7 @@ def estimate_command(
     device: Device = None,
     dtype: Dtype = None,
     trust_remote_code: RemoteCode = False,
-    batch_size: BatchSize = 32,
+    batch_size: BatchSize = None,
     output: Output = None,
     json_lines: Json = False,
 ) -> None:
@@ -177,6 +177,7 @@ def estimate_command(
         _check_estimate(function, references, chosen, in_hindsight, repeats, plain)
         loaded = quiet_load(model, device, dtype, trust_remote_code)
         draw = drawing(loaded, k, chosen, temperature, nucleus, max_length, seed)
+        size = batch_size or usual_size(loaded.model.device, k)
 
         def estimates(numbers: list[int]) -> list[Record]:
             joint = repeats == 1 and k > 1 and not in_hindsight
@@ -195,7 +196,7 @@ def estimate_command(
                     runs,
                     draw.design,
                     generator=stream,
-                    batch_size=batch_size,
+                    batch_size=size,
                 )
             result = estimate(
                 several if repeats > 1 else several[0],
@@ -214,9 +215,7 @@ def estimate_command(
         more |= {"runs": runs, "repeats": repeats, "plain": plain}
         show = shown(json_lines, lambda record: f"{record['number'] + 1}: {record['line']}")
         work = partial(map, estimates)
-        Task(
-            draw, loaded, found, references, work, False, batch_size, skip, output, show, more
-        ).run()
+        Task(draw, loaded, found, references, work, False, size, skip, output, show, more).run()
 
 
 def _check_estimate(

@@ -82,7 +82,12 @@ RemoteCode = Annotated[
     typer.Option("--trust-remote-code", help="Run code of the model.", rich_help_panel=MODEL),
 ]
 BatchSize = Annotated[
-    int, typer.Option(min=1, help="Texts decoded at once; more on a GPU.", rich_help_panel=MODEL)
+    int | None,
+    typer.Option(
+        min=1,
+        help="Texts decoded at once; 32 if not said, on a GPU more if K is small.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Output = Annotated[
     Path | None,
