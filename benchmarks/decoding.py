@@ -4,7 +4,8 @@
 
 A Marian-shaped model of some 12 million parameters with random weights (d = 256, 6 + 3 layers,
 V = 16,000), eight sources of 20 tokens, 32 steps that nothing ends early. Medians of whole runs
-that take turns, divided by the number of steps.
+that take turns, divided by the number of steps. And what part of a search with the embedded model
+the selection takes.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from benchmarks.tables import table
 from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
-from cpsbs import DESIGNS, FunctionModel, TransformersModel, search
+from cpsbs import DESIGNS, FunctionModel, TextModel, TransformersModel, load, search, step
 from cpsbs.designs import Candidates, Design, Selection, design_named
+from cpsbs.polynomials.chunks import read
 from cpsbs.randomness import Streams
+from cpsbs.text import demonstration
 
 SOURCES, STEPS, VOCABULARY = 8, 32, 16_000
 
@@ -53,11 +57,26 @@ def marian() -> Any:
     return model.eval()
 
 
+class Clocked:
+    """A function that counts the seconds it takes."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.seconds = function, 0.0
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Call it, and look at the clock."""
+        start = time.perf_counter()
+        result = self.function(*arguments)
+        self.seconds += time.perf_counter() - start
+        return result
+
+
 class Timed(Design):
     """A design that counts the seconds it takes."""
 
     def __init__(self, design: Design) -> None:
-        self.design, self.name, self.seconds = design, design.name, 0.0
+        self.design, self.name = design, design.name
+        self.clocked = Clocked(design.select)
         self.power_sums = design.power_sums
         self.roots, self.begin = design.roots, design.begin  # type: ignore[method-assign]
         self.log_weight = design.log_weight  # type: ignore[method-assign]
@@ -66,9 +85,7 @@ class Timed(Design):
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """Pick, and look at the clock."""
-        start = time.perf_counter()
-        selection = self.design.select(candidates, k, streams, joint)
-        self.seconds += time.perf_counter() - start
+        selection: Selection = self.clocked(candidates, k, streams, joint)
         return selection
 
 
@@ -103,11 +120,35 @@ def compare(model: Any, k: int, seconds: float) -> list[dict[str, object]]:
         row: dict[str, object] = {"k": k, "design": name, "ms_a_step": 1e3 * t[name] / STEPS}
         row["ratio"] = t[name] / t["transformers"]
         if name in timed:
-            timed[name].seconds = 0.0
+            timed[name].clocked.seconds = 0.0
             ours(timed[name])
-            row["selection"] = timed[name].seconds / t[name]
+            row["selection"] = timed[name].clocked.seconds / t[name]
         rows.append(row | ({} if name in timed else {"selection": "-"}))
     return rows
+
+
+def shares(model: TextModel, sources: int, steps: int, rounds: int = 5) -> dict[str, object]:
+    """Of the time of conditional Poisson searches, K = 20: reading the scores, and the rest of the
+    selection. In few steps no hypothesis has ended; in many, those that have are not computed.
+    """
+    texts = sorted((source for source, _ in demonstration()), key=len, reverse=True)
+    batch = (texts * (1 + sources // len(texts)))[:sources]
+    design = Timed(design_named("conditional-poisson"))
+    reading, whole = Clocked(read), 0.0
+    with patch.object(step, "read", reading):
+        for n in range(rounds + 1):
+            if n == 1:  # the first one loads what is loaded on first use
+                design.clocked.seconds = reading.seconds = whole = 0.0
+            start = time.perf_counter()
+            model.beams(batch, 20, design, max_length=steps, seed=n)
+            whole += time.perf_counter() - start
+    return {
+        "sources": sources,
+        "most steps": steps,
+        "ms a search": 1e3 * whole / rounds,
+        "selection": design.clocked.seconds / whole,
+        "reading": reading.seconds / whole,
+    }
 
 
 def memory(design: str, k: int, finished: bool) -> dict[str, object]:
@@ -145,6 +186,9 @@ def main() -> None:
         rows = compare(model, k, 5.0 if arguments.quick else 60.0)
         print(f"\nK = {k}\n\n{table(rows)}")
         results[f"k{k}"] = rows
+    embedded = load("en-fr", device="cpu")
+    results["shares"] = [shares(embedded, n, steps) for n in (8, 32) for steps in (10, 128)]
+    print(f"\nshares\n\n{table(results['shares'])}")
     results["memory"] = [
         memory(design, 20, finished)
         for design in ("conditional-poisson", "stratified", "top-k")

@@ -81,8 +81,10 @@ class Streams:
             self.counters.counts.index_add_(0, row, torch.ones_like(row))
             return numbers
         if isinstance(self.generator, Sequence):
-            drawn = [self._draw(size, self.generator[r]) for r in row.tolist()]
-            return torch.stack(drawn) if drawn else self._draw((0, *size), None)
+            drawn = torch.empty((len(row), *size), dtype=torch.float64, device=self._device)
+            for own, r in zip(drawn.unbind(), row.tolist(), strict=True):
+                own.uniform_(generator=self.generator[r])
+            return drawn
         return self._draw((len(row), *size), self.generator)
 
     def select(self, rows: Tensor) -> Streams:

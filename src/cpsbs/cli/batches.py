@@ -28,8 +28,8 @@ REFILL = 128
 """Texts that are worth a beginning of their own, which takes as long as some fifty steps on a
 GPU."""
 
-ROWS = 1280
-"""Hypotheses at once on a GPU, which fewer do not keep busy."""
+ROWS = {"cpu": 640, "cuda": 1280}
+"""Hypotheses at once: fewer do not keep a GPU busy; with more, a CPU spends its time on memory."""
 
 Work = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
 """From batches of numbers of texts to the records of each batch, in their order."""
@@ -51,7 +51,7 @@ def batches(
 
 def usual_size(device: torch.device, k: int) -> int:
     """How many texts are decoded at once where nothing is said."""
-    return max(32, ROWS // k if device.type == "cuda" else 0)
+    return max(1, ROWS.get(device.type, ROWS["cpu"]) // k)
 
 
 def refill_size(size: int) -> int:

@@ -85,7 +85,7 @@ BatchSize = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Texts decoded at once; 32 if not said, on a GPU more if K is small.",
+        help="Texts decoded at once; if not said, 640 / K, on a GPU 1280 / K.",
         rich_help_panel=MODEL,
     ),
 ]

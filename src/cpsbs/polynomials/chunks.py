@@ -91,7 +91,10 @@ class Chunks:
     @cached_property
     def log_total(self) -> Tensor:
         """[R, P] float64 log Σ exp(score / temperature)."""
-        return self.log_masses.logsumexp(-1)
+        top = self.peaks.amax(-1, keepdim=True)
+        top = top.masked_fill_(top.isinf(), 0.0)
+        total = (self.peaks - top).exp_().mul_(self.sums[0]).sum(-1)
+        return total.log_().add_(top[..., 0])
 
     def normalize(self, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         """[R, P] the same, and the log-probabilities [R, P] of the parents less that."""
@@ -132,8 +135,14 @@ class Chunks:
         float64 scores: -inf beyond the end of a chunk that is shorter.
         """
         item, inside = self._items(chunk)
+        if inside is None:
+            # Whole chunks are copied as such, many times faster than number by number.
+            rows = self.scores.reshape(-1, self.length)
+            first = torch.arange(len(chunk), device=chunk.device) * (len(rows) // len(chunk))
+            picked = rows.index_select(0, (chunk + first[:, None]).flatten())
+            return item, self._scaled(picked.view(item.shape))
         score = self.take_along(item.flatten(1)).view(item.shape)
-        return item, score if inside is None else score.masked_fill_(~inside, -math.inf)
+        return item, score.masked_fill_(~inside, -math.inf)
 
     def members_of(self, row: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
         """[Q, length] the same of the chunks [Q] of the sources [Q]."""
@@ -195,15 +204,20 @@ class Chunks:
         chosen, inside, place = head.looked_at
         table = self._untouched_masses(offset - unit[:, None], terms)
         # The chunks that were looked at are added up again, without the head.
-        rest = inside.flatten(1).scatter(-1, place, -math.inf).view(inside.shape)
-        weight = (rest - unit[:, None, None]).to(self.sums.dtype).exp_()
-        again = weight.expand(terms, -1, -1, -1).cumprod(0).sum(-1, dtype=torch.float64)
-        return table.scatter_(-1, chosen.expand(terms, -1, -1), again)
+        weight = (inside - unit[:, None, None]).to(self.sums.dtype).exp_()
+        weight.flatten(1).scatter_(-1, place, 0.0)
+        return table.scatter_(-1, chosen.expand(terms, -1, -1), _sums_of_powers(weight, terms))
 
     def _untouched_masses(self, shift: Tensor, terms: int) -> Tensor:
         """[J, R, P·C] of whole chunks, right for those whose maximum is at most 0."""
         weight = (self.peaks + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
-        return weight.expand(terms, -1, -1).cumprod(0).mul_(self.sums[:terms].flatten(2))
+        table = torch.empty((terms, *weight.shape), dtype=torch.float64, device=weight.device)
+        power = weight.clone()
+        for j in range(terms):
+            torch.mul(power, self.sums[j].flatten(1), out=table[j])
+            if j + 1 < terms:
+                power.mul_(weight)
+        return table
 
     def masses(self, shift: Tensor, excluded: Tensor, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + shift)} over the candidates of a chunk, for j = 1…J.
@@ -225,8 +239,7 @@ class Chunks:
         value += shift.gather(-1, parent)[..., None]
         out = first * self.length + token % self.length
         value.flatten(1).scatter_(-1, out, -math.inf)
-        weight = value.to(self.sums.dtype).exp_()
-        again = weight.expand(terms, -1, -1, -1).cumprod(0).sum(-1, dtype=torch.float64)
+        again = _sums_of_powers(value.to(self.sums.dtype).exp_(), terms)
         again = again.gather(-1, first.expand(terms, -1, -1))
         return table.scatter_(-1, touched.expand(terms, -1, -1), again)
 
@@ -252,6 +265,17 @@ def read(scores: Tensor, temperature: float, length: int, terms: int) -> Chunks:
     else:
         _read_by_blocks(rows, temperature, length, maxima, sums)
     return whole
+
+
+def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:
+    """[J, ...] float64 Σ w^j over the last dimension of w [..., n], for j = 1…J."""
+    sums = torch.empty((terms, *weight.shape[:-1]), dtype=weight.dtype, device=weight.device)
+    power = weight.clone() if terms > 1 else weight
+    for j in range(terms):
+        torch.sum(power, -1, out=sums[j])
+        if j + 1 < terms:
+            power.mul_(weight)
+    return sums.to(torch.float64)
 
 
 def _for_kernels(dtype: torch.dtype, length: int, device: torch.device) -> bool:
