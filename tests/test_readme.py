@@ -56,7 +56,14 @@ def test_the_page_on_speed_shows_the_last_results() -> None:
     )
     assert f"CPSBS is {marian:.1f} times as fast" in README
     assert f"and {llama:.1f} times for a model of the shape of a 1B Llama" in README
+    corpus = {(row["batch"], row["what"]): row for row in results["corpus"]}
+    best = corpus[1024, "conditional-poisson, refilled by halves"]
+    speed, ratio = best["sentences a second"], best["over transformers' best"]
+    told = f"at {speed:,.0f} sentences a second, {ratio:.0f} times transformers' best"
+    assert told in README
     on_cpu = json.loads((ROOT / "benchmarks/results/decoding.json").read_text())
+    assert "<!-- table: shares -->\n|" in page
+    assert into_readme(page, {"shares": on_cpu["shares"]}) == page
     few, many = ({row["design"]: row["ratio"] for row in on_cpu[part]} for part in ("k5", "k20"))
     design = "conditional-poisson"
     assert f"CPSBS took {few[design]:.2f} times as long" in page

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,22 +49,25 @@ class Store:
         return found
 
     def on_other_devices(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Cells that are there and differ from some of these in the device alone."""
+        """Cells that are there and differ from some of these in the device alone, in their order,
+        one device after the other.
+        """
 
-        def without_device(settings: Mapping[str, Any]) -> str:
-            rest = {name: value for name, value in settings.items() if name != "device"}
-            return json.dumps(rest, sort_keys=True)
+        def without_device(cell: Cell) -> str:
+            rest = {name: value for name, value in cell.settings.items() if name != "device"}
+            return json.dumps([cell.kind, rest], sort_keys=True)
 
-        timed = {cell.name: cell for cell in cells if "device" in cell.settings}
-        alike = {(cell.kind, without_device(cell.settings)) for cell in timed.values()}
-        found = []
-        for kind in {kind for kind, _ in alike}:
-            for file in sorted(self._folder.glob(f"{kind}-*.parquet")):
+        timed = [cell for cell in cells if "device" in cell.settings]
+        names = {cell.name for cell in timed}
+        place = {without_device(cell): n for n, cell in enumerate(timed)}
+        found: list[tuple[str, int, Cell]] = []
+        for kind in {cell.kind for cell in timed}:
+            for file in self._folder.glob(f"{kind}-*.parquet"):
                 metadata = self._parquet.read_schema(file).metadata
                 cell = Cell(kind, json.loads(metadata[b"settings"]), 0.0)
-                if cell.name not in timed and (kind, without_device(cell.settings)) in alike:
-                    found.append(cell)
-        return found
+                if cell.name not in names and without_device(cell) in place:
+                    found.append((cell.settings["device"], place[without_device(cell)], cell))
+        return [cell for _, _, cell in sorted(found, key=lambda entry: entry[:2])]
 
     def seconds(self, cell: Cell) -> float:
         """How long a cell took."""
