@@ -25,7 +25,7 @@ from torch import Tensor
 from cpsbs.beams import Beams
 from cpsbs.designs import Design
 from cpsbs.extras import required
-from cpsbs.models.transformers import NEUTRAL, TransformersModel, _rows, inherited
+from cpsbs.models.transformers import NEUTRAL, Moves, TransformersModel, _rows, inherited
 from cpsbs.randomness import Generators
 from cpsbs.search import search
 
@@ -77,7 +77,7 @@ def generate(
     k = config.num_beams
     # transformers has repeated every input K times.
     first = torch.arange(0, len(input_ids), k, device=input_ids.device)
-    kwargs = {name: _rows(value, first) for name, value in model_kwargs.items()}
+    kwargs = {name: _rows(value, Moves(first)) for name, value in model_kwargs.items()}
     inputs = TransformersModel.from_generate(
         model,
         input_ids=input_ids[first],

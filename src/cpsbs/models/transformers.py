@@ -5,13 +5,15 @@ positions) it does for us too: ``model.generate`` is called with a decoding meth
 what it is given. From there on the rows are ours. They are selected by parent at every step, so
 that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
 hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of some source
-changes. On a GPU a step of many small kernels costs more to launch than to compute; there every
-source keeps the same number of rows, and the step is recorded once (see ``cpsbs.models.recorded``).
+changes, and on a CPU keys and values stay in the same memory (``cpsbs.models.growing``). On a GPU a
+step of many small kernels costs more to launch than to compute; there every source keeps the same
+number of rows, and the step is recorded once (``cpsbs.models.recorded``).
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -112,7 +114,7 @@ class TransformersModel:
         first_eos = self.eos[0] if self.eos else 0
         self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
         self._source = torch.arange(self.sources, device=self.device)
-        self._started = False
+        self._started, self._owns = False, False
         self._recorded: RecordedSteps | None = None
         text_config = model.config.get_text_config()
         self.vocab_size: int = getattr(text_config, "vocab_size", 0)
@@ -130,9 +132,20 @@ class TransformersModel:
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Scores after one more token."""
+        if self.device.type == "cpu" and self._ids.shape[-1] == self.prompt.shape[-1]:
+            self._let_grow()
         self._select(parent)
         self._ids = torch.cat([self._ids, token[:, None]], dim=-1)
         return self._forward(first=False)
+
+    def _let_grow(self) -> None:
+        """The cache of the prompt gets room for what follows."""
+        cache = self._kwargs.get(CACHE)
+        cache = getattr(cache, "self_attention_cache", cache)
+        if hasattr(cache, "layers") and not torch.is_grad_enabled():
+            from cpsbs.models.growing import let_grow
+
+            let_grow(cache)
 
     def fix_rows(self, k: int, steps: int) -> bool:
         """Whether every source can have K rows from here on, for at most ``steps`` more tokens.
@@ -278,14 +291,30 @@ class TransformersModel:
             return
         source = self._source[parent]
         same_sources = len(source) == len(self._source) and torch.equal(source, self._source)
+        moves = self._moves(parent, source)
         self._ids, self._source = self._ids[parent], source
         cache = self._kwargs.get(CACHE)
         if cache is not None:
-            self._reorder(cache, parent, same_sources)
+            self._reorder(cache, parent, None if same_sources else moves)
         for name, value in self._kwargs.items():
-            if name == CACHE or (same_sources and not self._grows(name)):
+            if name == CACHE:
                 continue
-            self._kwargs[name] = _rows(value, parent)
+            if self._grows(name):
+                self._kwargs[name] = _rows(value, Moves(parent))
+            elif not same_sources:
+                self._kwargs[name] = _rows(value, moves)
+        self._owns |= not same_sources
+
+    def _moves(self, parent: Tensor, source: Tensor) -> Moves:
+        """What it takes that rows are those of other sources.
+
+        The rows of a source have the same encoder states. So where there are fewer rows than
+        before, and they are nobody else's, only those at the borders of sources are written anew.
+        """
+        shrinks = self._owns and len(source) <= len(self._source)
+        if shrinks and self.device.type == "cpu" and not torch.is_grad_enabled():
+            return Moves(parent, (source != self._source[: len(source)]).nonzero()[:, 0])
+        return Moves(parent)
 
     def _grows(self, name: str) -> bool:
         """Whether this input has an entry for every token of a hypothesis."""
@@ -294,11 +323,15 @@ class TransformersModel:
         # The masks and positions of all hypotheses of a source are alike.
         return False
 
-    def _reorder(self, cache: Any, parent: Tensor, same_sources: bool) -> None:
+    def _reorder(self, cache: Any, parent: Tensor, of_sources: Moves | None) -> None:
+        """Rows of the cache; those that belong to sources only if these have changed."""
         if hasattr(self._model, "_reorder_cache"):
             self._kwargs[CACHE] = self._model._reorder_cache(cache, parent)
-        elif same_sources and hasattr(cache, "self_attention_cache"):
+        elif hasattr(cache, "self_attention_cache"):
             cache.self_attention_cache.reorder_cache(parent)
+            if of_sources is not None:
+                for layer in cache.cross_attention_cache.layers:
+                    layer.keys, layer.values = map(of_sources, (layer.keys, layer.values))
         elif hasattr(cache, "reorder_cache"):
             cache.reorder_cache(parent)
         else:
@@ -308,14 +341,31 @@ class TransformersModel:
             )
 
 
-def _rows(value: Any, index: Tensor) -> Any:
+@dataclass(frozen=True)
+class Moves:
+    """A new order of rows."""
+
+    parent: Tensor
+    """[rows] which rows they are."""
+    anew: Tensor | None = None
+    """If not all, those that are not yet what they will be; the tensor itself is changed."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The rows of x."""
+        if self.anew is None:
+            return x.index_select(0, self.parent.to(x.device))
+        x.index_copy_(0, self.anew, x.index_select(0, self.parent[self.anew]))
+        return x[: len(self.parent)]
+
+
+def _rows(value: Any, moves: Moves) -> Any:
     """Rows of a tensor, or of the tensors in a ModelOutput."""
     if isinstance(value, Tensor):
-        return value.index_select(0, index.to(value.device)) if value.ndim else value
+        return moves(value) if value.ndim else value
     if hasattr(value, "keys") and hasattr(value, "__setitem__"):
         for key in list(value.keys()):
             if isinstance(value[key], Tensor):
-                value[key] = _rows(value[key], index)
+                value[key] = _rows(value[key], moves)
     return value
 
 

@@ -1,0 +1,84 @@
+"""Keys and values on a CPU, in memory that is kept from step to step.
+
+A step takes the rows in another order and adds a token to each. transformers does one after the
+other, each time into a new tensor; and the memory of a large one is mapped by the system page by
+page when it is first written to, which takes ten times as long as the copy itself. Here both are
+one copy, into the memory that the last tensor to move has left.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+MORE = 16
+"""Tokens that new memory has room for beyond those that are there."""
+
+Spare = list[Tensor]
+"""Memory that nobody uses, at most one piece; all tensors of a model share it."""
+
+
+class Growing:
+    """A tensor [rows, heads, tokens, dim] that grows."""
+
+    def __init__(self, given: Tensor, spare: Spare) -> None:
+        self._spare = spare
+        self._memory = self.now = given
+
+    def grow(self, index: Tensor | None, new: Tensor) -> Tensor:
+        """The rows [n] named, or all, each with the tokens [n, heads, t, dim] that follow."""
+        before, memory = self.now, self._memory
+        rows, heads, more, dim = new.shape
+        length = before.shape[2]
+        shape = (rows, heads, length + more, dim)
+        self._memory = self._room_for(math.prod(shape), rows * heads * MORE * dim)
+        self.now = self._memory.view(-1)[: math.prod(shape)].view(shape)
+        if index is None:
+            self.now[:, :, :length].copy_(before)
+        else:
+            torch.index_select(before, 0, index, out=self.now[:, :, :length])
+        self.now[:, :, length:].copy_(new)
+        self._spare[:] = [memory] if memory.is_contiguous() else []
+        return self.now
+
+    def _room_for(self, size: int, more: int) -> Tensor:
+        memory = self._spare.pop() if self._spare else None
+        if memory is None or memory.numel() < size or memory.dtype != self.now.dtype:
+            memory = torch.empty(size + more, dtype=self.now.dtype, device=self.now.device)
+        return memory
+
+
+class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """What transformers' layer holds; an order of rows waits for the tokens that come with it."""
+
+    def __init__(self, layer: Any, spare: Spare) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self.keys, self.values = layer.keys, layer.values
+        self._both = Growing(layer.keys, spare), Growing(layer.values, spare)
+        self._order: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add tokens."""
+        new = (key_states, value_states)
+        keys, values = (x.grow(self._order, y) for x, y in zip(self._both, new, strict=True))
+        self.keys, self.values, self._order = keys, values, None
+        return keys, values
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take these rows, at the next update."""
+        self._order = beam_idx if self._order is None else self._order[beam_idx]
+
+
+def let_grow(cache: Any) -> None:
+    """Let the layers of a cache grow this way, those that are of the kind known here."""
+    spare: Spare = []
+    for i, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.is_initialized:
+            cache.layers[i] = GrowingLayer(layer, spare)
