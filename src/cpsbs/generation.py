@@ -25,7 +25,8 @@ from torch import Tensor
 from cpsbs.beams import Beams
 from cpsbs.designs import Design
 from cpsbs.extras import required
-from cpsbs.models.transformers import NEUTRAL, Moves, TransformersModel, _rows, inherited
+from cpsbs.models.moves import Moves, rows_of_value
+from cpsbs.models.transformers import NEUTRAL, TransformersModel, inherited
 from cpsbs.randomness import Generators
 from cpsbs.search import search
 
@@ -77,7 +78,7 @@ def generate(
     k = config.num_beams
     # transformers has repeated every input K times.
     first = torch.arange(0, len(input_ids), k, device=input_ids.device)
-    kwargs = {name: _rows(value, Moves(first)) for name, value in model_kwargs.items()}
+    kwargs = {name: rows_of_value(value, Moves(first)) for name, value in model_kwargs.items()}
     inputs = TransformersModel.from_generate(
         model,
         input_ids=input_ids[first],

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from cpsbs import Beams, TransformersModel, search
 from cpsbs.models import growing
 from cpsbs.models.growing import GrowingLayer, let_grow
-from cpsbs.models.transformers import Moves
+from cpsbs.models.moves import Moves
 from tests.models.tiny import make, prompts
 
 
@@ -30,6 +30,9 @@ def test_the_layers_hold_what_transformers_holds(dtype: torch.dtype) -> None:
         given = states(3, 5)
         for each in (expected, cache):
             each.update(*given, layer)
+    layers: Any = cache.layers
+    prompt = [x for layer in layers for x in (layer.keys, layer.values)]
+    before = [x.clone() for x in prompt]
     let_grow(cache)
     assert all(type(layer) is GrowingLayer for layer in cache.layers)
     rows = 3
@@ -48,6 +51,8 @@ def test_the_layers_hold_what_transformers_holds(dtype: torch.dtype) -> None:
                 assert y.is_contiguous()
                 assert torch.equal(x, y)
         assert cache.get_seq_length() == expected.get_seq_length() == step + 6
+    # Others may hold on to what was there before.
+    assert all(torch.equal(x, y) for x, y in zip(prompt, before, strict=True))
 
 
 def test_memory_is_used_again() -> None:

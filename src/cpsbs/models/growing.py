@@ -26,8 +26,9 @@ class Growing:
     """A tensor [rows, heads, tokens, dim] that grows."""
 
     def __init__(self, given: Tensor, spare: Spare) -> None:
-        self._spare = spare
-        self._memory = self.now = given
+        self._spare, self.now = spare, given
+        self._memory: Tensor | None = None
+        """Where ``now`` lies, once that is ours: what is given may be somebody else's too."""
 
     def grow(self, index: Tensor | None, new: Tensor) -> Tensor:
         """The rows [n] named, or all, each with the tokens [n, heads, t, dim] that follow."""
@@ -36,13 +37,14 @@ class Growing:
         length = before.shape[2]
         shape = (rows, heads, length + more, dim)
         self._memory = self._room_for(math.prod(shape), rows * heads * MORE * dim)
-        self.now = self._memory.view(-1)[: math.prod(shape)].view(shape)
+        self.now = self._memory[: math.prod(shape)].view(shape)
         if index is None:
             self.now[:, :, :length].copy_(before)
         else:
             torch.index_select(before, 0, index, out=self.now[:, :, :length])
         self.now[:, :, length:].copy_(new)
-        self._spare[:] = [memory] if memory.is_contiguous() else []
+        if memory is not None:
+            self._spare[:] = [memory]
         return self.now
 
     def _room_for(self, size: int, more: int) -> Tensor:

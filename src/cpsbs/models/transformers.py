@@ -13,11 +13,12 @@ number of rows, and the step is recorded once (``cpsbs.models.recorded``).
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from cpsbs.models.moves import Moves, rows_of_value
 
 if TYPE_CHECKING:
     from cpsbs.models.recorded import RecordedSteps
@@ -300,9 +301,9 @@ class TransformersModel:
             if name == CACHE:
                 continue
             if self._grows(name):
-                self._kwargs[name] = _rows(value, Moves(parent))
+                self._kwargs[name] = rows_of_value(value, Moves(parent))
             elif not same_sources:
-                self._kwargs[name] = _rows(value, moves)
+                self._kwargs[name] = rows_of_value(value, moves)
         self._owns |= not same_sources
 
     def _moves(self, parent: Tensor, source: Tensor) -> Moves:
@@ -331,7 +332,8 @@ class TransformersModel:
             cache.self_attention_cache.reorder_cache(parent)
             if of_sources is not None:
                 for layer in cache.cross_attention_cache.layers:
-                    layer.keys, layer.values = map(of_sources, (layer.keys, layer.values))
+                    if layer.is_initialized:
+                        layer.keys, layer.values = map(of_sources, (layer.keys, layer.values))
         elif hasattr(cache, "reorder_cache"):
             cache.reorder_cache(parent)
         else:
@@ -339,34 +341,6 @@ class TransformersModel:
                 f"{type(self._model).__name__} keeps a {type(cache).__name__}, which cannot be "
                 "reordered; pass use_cache=False"
             )
-
-
-@dataclass(frozen=True)
-class Moves:
-    """A new order of rows."""
-
-    parent: Tensor
-    """[rows] which rows they are."""
-    anew: Tensor | None = None
-    """If not all, those that are not yet what they will be; the tensor itself is changed."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """The rows of x."""
-        if self.anew is None:
-            return x.index_select(0, self.parent.to(x.device))
-        x.index_copy_(0, self.anew, x.index_select(0, self.parent[self.anew]))
-        return x[: len(self.parent)]
-
-
-def _rows(value: Any, moves: Moves) -> Any:
-    """Rows of a tensor, or of the tensors in a ModelOutput."""
-    if isinstance(value, Tensor):
-        return moves(value) if value.ndim else value
-    if hasattr(value, "keys") and hasattr(value, "__setitem__"):
-        for key in list(value.keys()):
-            if isinstance(value[key], Tensor):
-                value[key] = _rows(value[key], moves)
-    return value
 
 
 def _shallow(cache: Any) -> Any:
