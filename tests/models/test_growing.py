@@ -17,7 +17,7 @@ from tests.models.tiny import make, prompts
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layers_hold_what_transformers_holds(dtype: torch.dtype) -> None:
-    """Over more tokens than there is room for, with more rows, then fewer; two orders in a row."""
+    """Over more tokens than there is room for, with fewer rows, then more; two orders in a row."""
     random = torch.Generator().manual_seed(0)
 
     def states(rows: int, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,7 +27,7 @@ def test_the_layers_hold_what_transformers_holds(dtype: torch.dtype) -> None:
 
     expected, cache = DynamicCache(), DynamicCache()
     for layer in range(3):
-        given = states(3, 5)
+        given = states(9, 5)
         for each in (expected, cache):
             each.update(*given, layer)
     layers: Any = cache.layers
@@ -35,11 +35,11 @@ def test_the_layers_hold_what_transformers_holds(dtype: torch.dtype) -> None:
     before = [x.clone() for x in prompt]
     let_grow(cache)
     assert all(type(layer) is GrowingLayer for layer in cache.layers)
-    rows = 3
+    rows = 9
     for step in range(50):
         if step % 7 != 3:
             for _ in range(1 + step % 2):
-                count = 12 if step == 0 else max(2, rows - step % 3)
+                count = {0: 2, 1: 12}.get(step, max(2, rows - step % 3))
                 order: Any = torch.randint(rows, (count,), generator=random)
                 rows = count
                 for each in (expected, cache):
