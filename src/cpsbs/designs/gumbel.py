@@ -57,7 +57,7 @@ class GumbelTopK(Design):
 
     def _by_torch(self, candidates: Candidates, k: int, streams: Streams) -> Selection:
         """The reference."""
-        chunks, (sources, parents, _) = candidates.chunks, candidates.shape
+        chunks, (sources, parents, tokens) = candidates.chunks, candidates.shape
         row = torch.arange(sources, device=candidates.log_prob.device)
         each = chunks.log_masses.shape[-1]
         # A chunk of tokens is a step of its own: its largest score is a Gumbel located at the
@@ -66,12 +66,18 @@ class GumbelTopK(Design):
         score = chunks.log_masses + candidates.offset[..., None] + noise
         score = _given_maximum(score, candidates.state["score"][..., None])
         values, chosen = largest(score.flatten(1), k + 1)
-        item, log_p = chunks.members(chosen)
-        log_p = log_p + candidates.offset.gather(-1, chosen // each)[..., None]
-        score = log_p + _gumbel(streams.uniform(row, log_p.shape[1:]))
+        start, below = chunks.members(row[:, None], chosen)
+        top = (chunks.peaks + candidates.offset[..., None]).flatten(1).gather(-1, chosen)
+        log_p = below + top[..., None]
+        noise = _gumbel(streams.uniform(row, log_p.shape[1:]))
+        if tokens % chunks.length:
+            # Each token has its place there, wherever its chunk begins.
+            step = torch.arange(chunks.width, device=row.device)
+            noise = noise.gather(-1, ((start % tokens)[..., None] + step) % chunks.length)
+        score = log_p + noise
         score = _given_maximum(score, values[..., None])
         values, place = largest(score.flatten(1), k + 1)
-        index = item.view(sources, -1).gather(-1, place)
+        index = chunks.at(start, place)
         threshold = torch.maximum(candidates.state["threshold"][:, :1], values[:, k:])
         return Selection(
             index=index[:, :k],

@@ -70,12 +70,13 @@ def invert(candidates: Candidates, code: Tensor) -> tuple[Tensor, Tensor, Tensor
     begin = end.gather(-1, chunk) - mass
     parent = torch.arange(parents, device=code.device)
     number = parent * share.shape[-1] + chunk[..., 0]
-    item, score = chunks.members(number)
-    inside = score.softmax(-1)
+    row = torch.arange(len(code), device=code.device)[:, None]
+    first, below = chunks.members(row, number)
+    inside = below.softmax(-1)
     until = inside.cumsum(-1)
     level = ((level - begin) / mass).clamp_(0.0, 1.0) * until[..., -1:] * BELOW_ONE
     place = torch.searchsorted(until, level, right=True)
     length = inside.gather(-1, place) * mass
     start = begin + (until.gather(-1, place) - inside.gather(-1, place)) * mass
-    token = item.gather(-1, place) - (parent * tokens)[:, None]
-    return token[..., 0], start[..., 0], length[..., 0]
+    token = first - parent * tokens + place[..., 0]
+    return token, start[..., 0], length[..., 0]

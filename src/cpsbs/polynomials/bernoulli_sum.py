@@ -33,6 +33,7 @@ from types import EllipsisType
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 ALIASING = 1e-19
 """Probability of the values of S that are mistaken for others."""
@@ -63,6 +64,11 @@ class PowerSums:
         """The same coins for a batch [..., G]."""
         return PowerSums(self.largest[..., None], self.sums[..., None, :])
 
+    def near(self, centre: Tensor) -> PowerSums:
+        """Those with weights w e^{−centre}, in float32, for a batch [..., G] of tilts."""
+        largest = (self.largest - centre).to(torch.float32)[..., None]
+        return PowerSums(largest, self.sums.to(torch.float32)[..., None, :])
+
     def expected(self, tilt: Tensor) -> Tensor:
         """[...] expected number of heads, Σ_j (−1)^{j−1} P_j W^j e^{sj}."""
         return -(self.sums * self._powers(tilt)).sum(-1)
@@ -92,38 +98,29 @@ def expected_heads(log_weights: Tensor, tilt: Tensor) -> Tensor:
 
 
 def solve_tilt(
-    expected: Callable[[Tensor], Tensor], wanted: Tensor, low: Tensor, high: Tensor, k: int, n: int
+    expected: Callable[[Tensor], Tensor], wanted: Tensor, limit: Tensor | None, k: int, n: int
 ) -> Tensor:
-    """The tilt [...] between ``low`` and ``high`` at which ``wanted`` [...] heads are expected.
+    """The tilt [...] at which ``wanted`` [...] heads are expected, no higher than the ``limit``.
 
-    By linear interpolation on a grid. The second derivative of the expectation is at most σ², so in
-    a cell of width δ = √(2/σ) it is off by less than σ²δ²/8 = σ/4. That is all it takes: s is a
-    free choice, not an approximation, as long as K is not in the tails of S.
+    The K-th largest log-weight is 0. Above log 2K the K largest coins alone expect K·2K/(2K + 1) >
+    K − ½ heads; below −log 2N all but K − 1 coins together expect less than ½. In between by linear
+    interpolation on a grid. The second derivative of the expectation is at most σ², so in a cell of
+    width δ = √(2/σ) it is off by less than σ²δ²/8 = σ/4. That is all it takes: s is a free choice,
+    not an approximation, as long as K is not in the tails of S.
     """
-    width = math.log(2 * n + 1) + math.log(2 * k + 2)  # of tilt_bracket, at most
-    cells = 1 + math.ceil(width * math.sqrt(max(1.0, math.sqrt(variance_bound(k, n))) / 2))
+    low, high = -math.log(2 * n + 1), math.log(2 * k + 2)
+    cells = 1 + math.ceil((high - low) * math.sqrt(math.sqrt(max(1, variance_bound(k, n))) / 2))
     grid = torch.linspace(0, 1, cells + 1, dtype=wanted.dtype, device=wanted.device)
-    tilt = low[..., None] + (high - low)[..., None] * grid
+    if limit is None:
+        tilt = (low + (high - low) * grid).expand(*wanted.shape, -1)
+    else:
+        tilt = low + (limit.clamp(max=high) - low)[..., None] * grid
     heads = expected(tilt)
     right = (heads < wanted[..., None]).sum(-1, keepdim=True).clamp_(1, cells)
     cell = torch.cat([right - 1, right], dim=-1)
-    (low, high), (few, many) = tilt.gather(-1, cell).unbind(-1), heads.gather(-1, cell).unbind(-1)
+    ends, (few, many) = tilt.gather(-1, cell).unbind(-1), heads.gather(-1, cell).unbind(-1)
     share = ((wanted - few) / (many - few)).nan_to_num_(0.5).clamp_(0, 1)
-    return torch.lerp(low, high, share)
-
-
-def tilt_bracket(centre: Tensor, k: int, n: int, tail: PowerSums | None) -> tuple[Tensor, Tensor]:
-    """An interval [...] that holds the tilt for K − ½ heads.
-
-    ``centre`` is the K-th largest log-weight. Above −centre + log 2K the K largest coins alone
-    expect K·2K/(2K + 1) > K − ½ heads; below −centre − log 2N all but K − 1 coins together expect
-    less than ½. The tail's series is never evaluated outside the range where it converges.
-    """
-    low = -centre - math.log(2 * n + 1)
-    high = -centre + math.log(2 * k + 2)
-    if tail is not None:
-        high = torch.minimum(high, math.log(TAIL_ODDS_LIMIT) - tail.largest)
-    return low, high
+    return torch.lerp(*ends, share)
 
 
 def variance_bound(k: int, n: int) -> float:
@@ -152,6 +149,8 @@ class Circle:
     """e^{−iKθ} / (L/2)"""
     back: Tensor
     """[L/2, K + 1] e^{−ijθ} / (L/2) for j = K…0"""
+    turns: Tensor
+    """[3, L] e^{ijθ} for j = 0, 1, 2, real and imaginary parts side by side"""
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -164,7 +163,9 @@ class Circle:
         turned = turned.to(torch.float64) * (-math.pi / points)
         back = torch.complex(turned.cos(), turned.sin()) / len(odd)
         lift = 4 * (theta / 2).cos().square()
-        return Circle(theta, theta.cos(), theta.sin(), lift, back[:, 0], back)
+        angle = torch.arange(3, device=device)[:, None] * theta
+        turns = torch.stack([angle.cos(), angle.sin()], dim=-1).flatten(1)
+        return Circle(theta, theta.cos(), theta.sin(), lift, back[:, 0], back, turns)
 
 
 class BernoulliSum:
@@ -185,18 +186,22 @@ class BernoulliSum:
         centre: Tensor,
         removed: Tensor | None = None,
     ) -> None:
-        wide_tail = None if tail is None else tail.unsqueeze()
+        # Which tilt it is need not be exact, so that float32 is enough to find it.
+        near_coins = (log_weights - centre[..., None]).to(torch.float32)
+        near_tail = None if tail is None else tail.near(centre)
+        # The tail's series must converge.
+        limit = None if near_tail is None else math.log(TAIL_ODDS_LIMIT) - near_tail.largest[..., 0]
 
         def expected(tilt: Tensor) -> Tensor:
-            heads = expected_heads(log_weights, tilt)
-            if wide_tail is not None:
-                heads += wide_tail.expected(tilt)
+            heads = expected_heads(near_coins, tilt)
+            if near_tail is not None:
+                heads += near_tail.expected(tilt)
             if removed is not None:
-                heads -= torch.sigmoid(removed[..., None] + tilt)
+                heads -= torch.sigmoid((removed - centre).to(torch.float32)[..., None] + tilt)
             return heads
 
         self.k = k
-        self.tilt = solve_tilt(expected, wanted, *tilt_bracket(centre, k, n, tail), k, n)
+        self.tilt = solve_tilt(expected, wanted.to(torch.float32), limit, k, n) - centre
         self._circle = Circle.of(alias_free(k, n), k, log_weights.device)
         phi = self._product(log_weights)
         self._tail: Tensor | None = None
@@ -279,7 +284,16 @@ class BernoulliSum:
 
     def _product(self, log_weights: Tensor) -> Tensor:
         """[..., L/2] Π (q + p e^{iθ}) over coins [..., M]."""
-        parts = [self._factors(log_weights[part]).prod(-2) for part in self._blocks(log_weights)]
+        parts = []
+        for part in self._blocks(log_weights):
+            p, q = self.coins(log_weights[part])
+            if p.shape[-1] % 2:
+                p, q = pad(p, (0, 1)), pad(q, (0, 1), value=1.0)
+            # Two coins at a time, of which none, one or both come up heads.
+            (a, b), (c, d) = (coin.unflatten(-1, (-1, 2)).unbind(-1) for coin in (p, q))
+            law = torch.stack([c * d, a * d + b * c, a * b], dim=-1)
+            factors = (law @ self._circle.turns).unflatten(-1, (-1, 2))
+            parts.append(torch.view_as_complex(factors).prod(-2))
         return parts[0] if len(parts) == 1 else torch.stack(parts).prod(0)
 
     def _factors(self, log_weights: Tensor) -> Tensor:

@@ -53,9 +53,9 @@ class Largest:
     """[R, m] descending"""
     index: Tensor
     """[R, m]"""
-    looked_at: tuple[Tensor, Tensor, Tensor] | None
-    """The chunks [R, m] that were looked at, the values in them [R, m, length], and the places
-    [R, m] of the largest among these; None if it was another set of them."""
+    looked_at: tuple[Tensor, Tensor] | None
+    """The chunks [R, m] that were looked at, and the places [R, m] of the largest among their
+    m · width members, in any order; None if it was another set of chunks."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class Chunks:
     def shape(self) -> torch.Size:
         """R, P, V."""
         return self.scores.shape
+
+    @property
+    def width(self) -> int:
+        """The most tokens that a chunk has."""
+        return min(self.length, self.shape[-1])
 
     @cached_property
     def peaks(self) -> Tensor:
@@ -128,40 +133,53 @@ class Chunks:
 
     def _scaled(self, scores: Tensor) -> Tensor:
         scores = scores.to(torch.float64)
-        return scores if self.temperature == 1.0 else scores.div_(self.temperature)
+        return scores if self.temperature == 1.0 else scores / self.temperature
 
-    def members(self, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """[R, m, length] the candidates in the chunks [R, m], numbered parent·C + chunk, and their
-        float64 scores: -inf beyond the end of a chunk that is shorter.
+    def members(
+        self, row: Tensor, chunk: Tensor, memory: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Look into chunks [...], numbered parent·C + chunk, of the sources ``row`` [...].
+
+        Returns [...] the candidate with which each begins, and [..., width] (score − the chunk's
+        maximum) / temperature from there on, in float64, or in ``memory`` and its type. Where the
+        tokens do not divide into chunks, the last one of a parent begins earlier, so that it is as
+        long as the others; what is in the chunk before it counts as -inf.
         """
-        item, inside = self._items(chunk)
-        if inside is None:
-            # Whole chunks are copied as such, many times faster than number by number.
-            rows = self.scores.reshape(-1, self.length)
-            first = torch.arange(len(chunk), device=chunk.device) * (len(rows) // len(chunk))
-            picked = rows.index_select(0, (chunk + first[:, None]).flatten())
-            return item, self._scaled(picked.view(item.shape))
-        score = self.take_along(item.flatten(1)).view(item.shape)
-        return item, score.masked_fill_(~inside, -math.inf)
+        _, parents, tokens = self.shape
+        chunks = self.maxima.shape[-1]
+        start, early = chunk * self.length, None
+        if chunks * self.length > tokens:
+            parent = chunk // chunks
+            nominal = start - parent * (chunks * self.length - tokens)
+            start = torch.minimum(nominal, parent * tokens + (tokens - self.width))
+            early = nominal - start
+        # Copied chunk by chunk, which is many times faster than number by number.
+        windows = self.scores.reshape(-1).unfold(0, self.width, 1)
+        first = (row * (parents * tokens) + start).flatten()
+        if memory is None:
+            score = windows.index_select(0, first).to(torch.float64)
+        else:
+            score = memory[: first.numel() * self.width].view(-1, self.width)
+            if score.dtype == windows.dtype:
+                torch.index_select(windows, 0, first, out=score)
+            else:
+                score.copy_(windows.index_select(0, first))
+        number = (row * (parents * chunks) + chunk).flatten()
+        top = self.maxima.flatten().index_select(0, number)
+        score -= top.masked_fill_(top == -math.inf, 0.0)[:, None]
+        if self.temperature != 1.0:
+            score /= self.temperature
+        score = score.view(*start.shape, self.width)
+        if early is not None:
+            step = torch.arange(self.width, device=chunk.device)
+            score.masked_fill_(step < early[..., None], -math.inf)
+        return start, score
 
-    def members_of(self, row: Tensor, chunk: Tensor) -> tuple[Tensor, Tensor]:
-        """[Q, length] the same of the chunks [Q] of the sources [Q]."""
-        item, inside = self._items(chunk)
-        score = self.take(row[:, None], item)
-        return item, score if inside is None else score.masked_fill_(~inside, -math.inf)
-
-    def _items(self, chunk: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[..., length] the candidates of the chunks [...], and which of them there are."""
-        tokens, chunks = self.shape[-1], self.maxima.shape[-1]
-        step = torch.arange(self.length, device=chunk.device)
-        short = chunks * self.length - tokens
-        start = chunk * self.length
-        if short == 0:
-            return start[..., None] + step, None
-        parent = chunk // chunks
-        start = start - parent * short
-        inside = step < (parent * tokens + tokens - start)[..., None]
-        return start[..., None] + torch.where(inside, step, 0), inside
+    def at(self, start: Tensor, place: Tensor) -> Tensor:
+        """[R, n] the candidates in the places [R, n] of m · width members of chunks that begin with
+        the candidates ``start`` [R, m].
+        """
+        return start.gather(-1, place // self.width) + place % self.width
 
     def largest(self, offset: Tensor, m: int) -> tuple[Tensor, Tensor]:
         """[R, m] the largest scores + offset [R, P] of each source, descending, and where."""
@@ -186,38 +204,34 @@ class Chunks:
             everything = self.scores.to(torch.float64) / self.temperature + offset[..., None]
             values, index = everything.flatten(1).topk(m, dim=-1)
             return Largest(values, index, None)
-        maxima = (self.peaks + offset[..., None]).flatten(1)
-        chosen = maxima.topk(m, dim=-1, sorted=False).indices
-        item, inside = self.members(chosen)
-        inside += offset.gather(-1, chosen // chunks)[..., None]
-        flat = inside.flatten(1)
-        place = flat.topk(m, dim=-1).indices
-        index = item.flatten(1).gather(-1, place)
-        return Largest(flat.gather(-1, place), index, (chosen, inside, place))
+        tops, chosen = self._levels(offset).topk(m, dim=-1, sorted=False)
+        # Relative to the lowest, so that those which hardly differ are small numbers.
+        lowest = tops.amin(-1, keepdim=True)
+        lowest.masked_fill_(lowest == -math.inf, 0.0)
+        start, inside = self.members(self._row, chosen, self._memory(m)[0])
+        inside += (tops - lowest).to(inside.dtype)[..., None]
+        place = _places_of_largest(inside.flatten(1), m)
+        index = self.at(start, place)
+        values = self.take_along(index) + offset.gather(-1, index // self.shape[-1])
+        values, order = values.sort(dim=-1, descending=True)
+        return Largest(values, index.gather(-1, order), (chosen, place))
 
     def masses_beside(self, offset: Tensor, unit: Tensor, head: Largest, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + offset − unit)} over candidates of a chunk outside the head,
         which are at most the unit [R], for j = 1…J.
         """
+        shift = offset - unit[:, None]
         if head.looked_at is None:
-            return self.masses(offset - unit[:, None], head.index.sort(dim=-1).values, terms)
-        chosen, inside, place = head.looked_at
-        table = self._untouched_masses(offset - unit[:, None], terms)
+            return self.masses(shift, head.index.sort(dim=-1).values, terms)
+        chosen, place = head.looked_at
+        level = self._levels(shift)
         # The chunks that were looked at are added up again, without the head.
-        weight = (inside - unit[:, None, None]).to(self.sums.dtype).exp_()
-        weight.flatten(1).scatter_(-1, place, 0.0)
-        return table.scatter_(-1, chosen.expand(terms, -1, -1), _sums_of_powers(weight, terms))
-
-    def _untouched_masses(self, shift: Tensor, terms: int) -> Tensor:
-        """[J, R, P·C] of whole chunks, right for those whose maximum is at most 0."""
-        weight = (self.peaks + shift[..., None]).flatten(1).clamp_(max=0.0).exp_()
-        table = torch.empty((terms, *weight.shape), dtype=torch.float64, device=weight.device)
-        power = weight.clone()
-        for j in range(terms):
-            torch.mul(power, self.sums[j].flatten(1), out=table[j])
-            if j + 1 < terms:
-                power.mul_(weight)
-        return table
+        memory, power = self._memory(chosen.shape[-1])
+        _, weight = self.members(self._row, chosen, memory)
+        weight += level.gather(-1, chosen).to(weight.dtype)[..., None]
+        weight.exp_().flatten(1).scatter_(-1, place, 0.0)
+        again = _sums_of_powers(weight, terms, power)
+        return self._whole_masses(level, terms).scatter_(-1, chosen.expand_as(again), again)
 
     def masses(self, shift: Tensor, excluded: Tensor, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + shift)} over the candidates of a chunk, for j = 1…J.
@@ -225,23 +239,49 @@ class Chunks:
         ``shift`` is [R, P] float64. The candidates ``excluded`` [R, M], ascending, do not count;
         they must be all those with score + shift > 0.
         """
-        table = self._untouched_masses(shift, terms)
-        # Chunks with something excluded are added up again, without it.
         chunks, tokens = self.maxima.shape[-1], self.shape[-1]
-        parent, token = excluded // tokens, excluded % tokens
-        touched = parent * chunks + token // self.length
+        parent = excluded // tokens
+        touched = parent * chunks + excluded % tokens // self.length
         # The excluded items of a chunk stand side by side; the first one's place is for all.
         slot = torch.arange(touched.shape[-1], device=touched.device)
         new = torch.ones_like(touched, dtype=torch.bool)
         new[:, 1:] = touched[:, 1:] != touched[:, :-1]
         first = torch.where(new, slot, 0).cummax(-1).values
-        _, value = self.members(touched)
-        value += shift.gather(-1, parent)[..., None]
-        out = first * self.length + token % self.length
-        value.flatten(1).scatter_(-1, out, -math.inf)
-        again = _sums_of_powers(value.to(self.sums.dtype).exp_(), terms)
-        again = again.gather(-1, first.expand(terms, -1, -1))
-        return table.scatter_(-1, touched.expand(terms, -1, -1), again)
+        level = self._levels(shift)
+        # Chunks with something excluded are added up again, without it.
+        memory, power = self._memory(touched.shape[-1])
+        start, weight = self.members(self._row, touched, memory)
+        weight += level.gather(-1, touched).to(weight.dtype)[..., None]
+        weight.exp_().flatten(1).scatter_(-1, first * self.width + excluded - start, 0.0)
+        again = _sums_of_powers(weight, terms, power)
+        again = again.gather(-1, first.expand_as(again))
+        return self._whole_masses(level, terms).scatter_(-1, touched.expand_as(again), again)
+
+    @property
+    def _row(self) -> Tensor:
+        """[R, 1] the numbers of the sources."""
+        return torch.arange(self.shape[0], device=self.scores.device)[:, None]
+
+    def _memory(self, m: int) -> Tensor:
+        """[2, R · m · width] of the type of the sums, to scribble on."""
+        size = self.shape[0] * m * self.width
+        memory = working_memory(2 * size, self.scores.device).view(self.sums.dtype)
+        return memory[: 2 * size].view(2, size)
+
+    def _levels(self, shift: Tensor) -> Tensor:
+        """[R, P·C] float64 the largest score / temperature + shift [R, P] of the chunks."""
+        return (self.peaks + shift[..., None]).flatten(1)
+
+    def _whole_masses(self, level: Tensor, terms: int) -> Tensor:
+        """[J, R, P·C] of whole chunks, right for those whose level [R, P·C] is at most 0."""
+        weight = level.clamp(max=0.0).to(self.sums.dtype).exp_()
+        table = self.sums[:terms].flatten(2).clone()
+        power = weight.clone()
+        for j in range(terms):
+            table[j].mul_(power)
+            if j + 1 < terms:
+                power.mul_(weight)
+        return table
 
     def with_terms(self, terms: int) -> Chunks:
         """The same with more power sums, by reading the scores again."""
@@ -267,15 +307,33 @@ def read(scores: Tensor, temperature: float, length: int, terms: int) -> Chunks:
     return whole
 
 
-def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:
-    """[J, ...] float64 Σ w^j over the last dimension of w [..., n], for j = 1…J."""
+def _places_of_largest(x: Tensor, m: int) -> Tensor:
+    """[R, m] where the m largest of x [R, n] are, in any order.
+
+    They lie in the m groups of eight with the largest maxima, and torch.topk takes several times
+    as long for a number as taking the maximum does.
+    """
+    rows, n = x.shape
+    if n % 8 or n <= 16 * m:
+        return x.topk(m, dim=-1, sorted=False).indices
+    groups = x.view(-1, 8)
+    chosen = groups.amax(-1).view(rows, -1).topk(m, dim=-1, sorted=False).indices
+    first = torch.arange(0, rows * (n // 8), n // 8, device=x.device)[:, None]
+    inside = groups.index_select(0, (chosen + first).flatten()).view(rows, -1)
+    place = inside.topk(m, dim=-1, sorted=False).indices
+    return chosen.gather(-1, place // 8) * 8 + place % 8
+
+
+def _sums_of_powers(weight: Tensor, terms: int, memory: Tensor) -> Tensor:
+    """[J, ...] Σ w^j over the last dimension of w [..., n], for j = 1…J, by help of ``memory``."""
     sums = torch.empty((terms, *weight.shape[:-1]), dtype=weight.dtype, device=weight.device)
-    power = weight.clone() if terms > 1 else weight
-    for j in range(terms):
+    torch.sum(weight, -1, out=sums[0])
+    power, before = memory[: weight.numel()].view(weight.shape), weight
+    for j in range(1, terms):
+        torch.mul(before, weight, out=power)
         torch.sum(power, -1, out=sums[j])
-        if j + 1 < terms:
-            power.mul_(weight)
-    return sums.to(torch.float64)
+        before = power
+    return sums
 
 
 def _for_kernels(dtype: torch.dtype, length: int, device: torch.device) -> bool:

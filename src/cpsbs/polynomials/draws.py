@@ -55,18 +55,21 @@ def _flip_head(
         pending = (~population.determined[row]).nonzero()[:, 0]
     budget = 1 + block_size(device) // (1 + coins)
     enough = 4 * math.ceil(math.sqrt(variance_bound(k, coins)))
-    while len(pending) > 0:
-        batch, later = pending[:budget], pending[budget:]
-        source = row[batch]
-        # What a stream of its own is asked for must not depend on the other rows.
-        tries = enough if streams.separate else max(1, min(budget // len(batch), enough))
-        uniform = streams.uniform(source, (tries, coins + 1))
-        flips = uniform[..., 1:] < p[source, None, :]
-        heads = flips.sum(-1).clamp_(max=k + 1)
-        accepted, attempt = (uniform[..., 0] < accept[source[:, None], heads]).max(dim=-1)
-        done = accepted.nonzero()[:, 0]
-        chosen[batch[done]] = flips[done, attempt[done]]
-        pending = torch.cat([batch[~accepted], later])
+    for batch in pending.split(budget):
+        # In a search one or two attempts mostly do; flat weights need some √K of them.
+        tries = min(6, enough)
+        while len(batch) > 0:
+            source = row[batch]
+            # What a stream of its own is asked for must not depend on the other rows.
+            if not streams.separate:
+                tries = max(1, min(budget // len(batch), enough))
+            uniform = streams.uniform(source, (tries, coins + 1))
+            flips = uniform[..., 1:] < p[source, None, :]
+            heads = flips.sum(-1).clamp_(max=k + 1)
+            accepted, attempt = (uniform[..., 0] < accept[source[:, None], heads]).max(dim=-1)
+            done = accepted.nonzero()[:, 0]
+            chosen[batch[done]] = flips[done, attempt[done]]
+            batch, tries = batch[~accepted], min(2 * tries, enough)
     # The i-th head goes to place i; tails all go to one place too many, which is cut off.
     place = chosen.cumsum(-1).sub_(1).masked_fill_(~chosen, k)
     picked = torch.zeros((len(row), k + 1), dtype=torch.int64, device=device)
@@ -118,7 +121,7 @@ def _cumulative(tail: Tail) -> Tensor:
     """[R·C] row number + the share of the row's tail up to this chunk: one ascending sequence, in
     which row + uniform finds the chunk for every row at once.
     """
-    sums = tail.chunk_sums.cumsum(-1)
+    sums = tail.chunk_sums.cumsum(-1, dtype=torch.float64)
     row = torch.arange(len(sums), device=sums.device)[:, None]
     # A tail without weight is never drawn from; its share must only not be NaN.
     return (row + sums / sums[:, -1:].clamp(min=2.0**-1000)).flatten()

@@ -205,7 +205,7 @@ class CandidateWeights(Weights):
                 table = chunks.masses_beside(self.offset, unit, self._head, terms)
             else:
                 table = chunks.masses(self.offset - unit[:, None], excluded, terms)
-            sums = table.sum(-1)
+            sums = table.sum(-1).to(torch.float64)
             bound = odds(sums[0])
             if highest > NO_DIFFERENCE:
                 bound += unit.exp()
@@ -220,9 +220,11 @@ class CandidateWeights(Weights):
 
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """As the chunks have them."""
-        item, score = self.chunks.members_of(row, chunk)
-        parent = item[:, 0] // self.chunks.shape[-1]
-        return item, self._weight(score + self.offset[row, parent][:, None])
+        start, below = self.chunks.members(row, chunk)
+        parent = start // self.chunks.shape[-1]
+        top = self.chunks.peaks.flatten(1)[row, chunk] + self.offset[row, parent]
+        item = start[:, None] + torch.arange(below.shape[-1], device=row.device)
+        return item, self._weight(below + top[:, None])
 
     def _weight(self, log_p: Tensor) -> Tensor:
         log_p = log_p.clamp(max=0.0)
@@ -302,7 +304,8 @@ def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple
     """
     power = unit[:, None] ** torch.arange(len(table), device=unit.device)
     mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
-    return (mixed @ sums[..., None])[..., 0], (table * power.T[..., None]).sum(0)
+    by_chunk = power.to(table.dtype)[:, None, :] @ table.transpose(0, 1)
+    return (mixed @ sums[..., None])[..., 0], by_chunk[:, 0]
 
 
 @lru_cache(maxsize=64)
