@@ -16,6 +16,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import threshold_
 
 from cpsbs import kernels
 
@@ -55,7 +56,7 @@ class Largest:
     """[R, m]"""
     looked_at: tuple[Tensor, Tensor] | None
     """The chunks [R, m] that were looked at, and the places [R, m] of the largest among their
-    m · width members, in any order; None if it was another set of chunks."""
+    m · width members; None if it was another set of chunks."""
 
 
 @dataclass(frozen=True)
@@ -213,8 +214,7 @@ class Chunks:
         place = _places_of_largest(inside.flatten(1), m)
         index = self.at(start, place)
         values = self.take_along(index) + offset.gather(-1, index // self.shape[-1])
-        values, order = values.sort(dim=-1, descending=True)
-        return Largest(values, index.gather(-1, order), (chosen, place))
+        return Largest(values, index, (chosen, place))
 
     def masses_beside(self, offset: Tensor, unit: Tensor, head: Largest, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + offset − unit)} over candidates of a chunk outside the head,
@@ -276,11 +276,12 @@ class Chunks:
         """[J, R, P·C] of whole chunks, right for those whose level [R, P·C] is at most 0."""
         weight = level.clamp(max=0.0).to(self.sums.dtype).exp_()
         table = self.sums[:terms].flatten(2).clone()
-        power = weight.clone()
-        for j in range(terms):
-            table[j].mul_(power)
-            if j + 1 < terms:
-                power.mul_(weight)
+        table[0].mul_(weight)
+        weight = _worth_a_power(weight)
+        power = weight
+        for mass in table[1:]:
+            power = power * weight
+            mass.mul_(power)
         return table
 
     def with_terms(self, terms: int) -> Chunks:
@@ -308,19 +309,19 @@ def read(scores: Tensor, temperature: float, length: int, terms: int) -> Chunks:
 
 
 def _places_of_largest(x: Tensor, m: int) -> Tensor:
-    """[R, m] where the m largest of x [R, n] are, in any order.
+    """[R, m] where the m largest of x [R, n] are, descending.
 
     They lie in the m groups of eight with the largest maxima, and torch.topk takes several times
     as long for a number as taking the maximum does.
     """
     rows, n = x.shape
     if n % 8 or n <= 16 * m:
-        return x.topk(m, dim=-1, sorted=False).indices
+        return x.topk(m, dim=-1).indices
     groups = x.view(-1, 8)
     chosen = groups.amax(-1).view(rows, -1).topk(m, dim=-1, sorted=False).indices
     first = torch.arange(0, rows * (n // 8), n // 8, device=x.device)[:, None]
     inside = groups.index_select(0, (chosen + first).flatten()).view(rows, -1)
-    place = inside.topk(m, dim=-1, sorted=False).indices
+    place = inside.topk(m, dim=-1).indices
     return chosen.gather(-1, place // 8) * 8 + place % 8
 
 
@@ -328,12 +329,20 @@ def _sums_of_powers(weight: Tensor, terms: int, memory: Tensor) -> Tensor:
     """[J, ...] Σ w^j over the last dimension of w [..., n], for j = 1…J, by help of ``memory``."""
     sums = torch.empty((terms, *weight.shape[:-1]), dtype=weight.dtype, device=weight.device)
     torch.sum(weight, -1, out=sums[0])
+    weight = _worth_a_power(weight)
     power, before = memory[: weight.numel()].view(weight.shape), weight
     for j in range(1, terms):
         torch.mul(before, weight, out=power)
         torch.sum(power, -1, out=sums[j])
         before = power
     return sums
+
+
+def _worth_a_power(weight: Tensor) -> Tensor:
+    """Weights of at most 1, in place, without those whose fourth power is no normal number: their
+    squares do not count beside 1, and with subnormal numbers processors are slow.
+    """
+    return threshold_(weight, torch.finfo(weight.dtype).tiny ** 0.25, 0.0)
 
 
 def _for_kernels(dtype: torch.dtype, length: int, device: torch.device) -> bool:

@@ -228,7 +228,8 @@ class CandidateWeights(Weights):
 
     def _weight(self, log_p: Tensor) -> Tensor:
         log_p = log_p.clamp(max=0.0)
-        return log_odds(log_p) if self.odds else log_p
+        # Without regard to gradients: inf where p = 1.
+        return log_p - torch.expm1(log_p).neg_().log_() if self.odds else log_p
 
 
 class WithForcedItem(Weights):
@@ -304,8 +305,10 @@ def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple
     """
     power = unit[:, None] ** torch.arange(len(table), device=unit.device)
     mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
-    by_chunk = power.to(table.dtype)[:, None, :] @ table.transpose(0, 1)
-    return (mixed @ sums[..., None])[..., 0], by_chunk[:, 0]
+    by_chunk, largest = table[-1], unit.to(table.dtype)[:, None]
+    for mass in table[:-1].flip(0):
+        by_chunk = torch.addcmul(mass, by_chunk, largest)
+    return (mixed @ sums[..., None])[..., 0], by_chunk
 
 
 @lru_cache(maxsize=64)
