@@ -45,10 +45,9 @@ class Rows(Protocol):
     takes_others: bool
     """Whether sources of other models may be able to take places here."""
 
-    def scores(self, beam: Hypotheses) -> Tensor:
-        """[b, P, V] scores of the next token.
-
-        A hypothesis that does not go on has 0 for token 0 and -inf for all others.
+    def scores(self, beam: Hypotheses) -> tuple[Tensor, Tensor | None]:
+        """[n, V] scores of the next token, and [b, P] whose they are; n for a hypothesis that does
+        not go on. Or [b, P, V], with 0 for token 0 and -inf for all others where one does not.
         """
         ...
 
@@ -118,17 +117,12 @@ class FreeRows:
         """Always."""
         return True
 
-    def scores(self, beam: Hypotheses) -> Tensor:
-        """As the model has them, or in their places among hypotheses that have ended."""
-        row, scores, going = self._row, self.latest, beam.open
-        if bool(going.all()) and row.shape[-1] * len(row) == len(scores):
-            return scores.view(*row.shape, -1)
-        everything = scores.new_full((*row.shape, scores.shape[-1]), -math.inf)
-        # The rows of open hypotheses are in their order, but for the roots, which may share one.
-        shared = row[going] if len(scores) != int(going.sum()) else slice(None)
-        everything.view(-1, scores.shape[-1])[going.flatten()] = scores[shared]
-        everything[..., 0] = torch.where(going, everything[..., 0], 0.0)
-        return everything
+    def scores(self, beam: Hypotheses) -> tuple[Tensor, Tensor | None]:
+        """As the model has them."""
+        scores, going = self.latest, beam.open
+        if going.numel() == len(scores) and bool(going.all()):
+            return scores.view(*going.shape, -1), None
+        return scores, self._row.masked_fill(~going, len(scores))
 
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """Only what goes on."""
@@ -186,11 +180,11 @@ class FixedRows:
         """Now and then."""
         return step % LOOK == 0
 
-    def scores(self, beam: Hypotheses) -> Tensor:
+    def scores(self, beam: Hypotheses) -> tuple[Tensor, Tensor | None]:
         """As the model has them, those that do not go on written over."""
         if self._begins:
-            return self.latest[:, None].expand(-1, self._roots, -1)
-        return _closed(self.latest, beam)
+            return self.latest[:, None].expand(-1, self._roots, -1), None
+        return _closed(self.latest, beam), None
 
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """All of them."""

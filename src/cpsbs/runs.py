@@ -207,8 +207,8 @@ class Run:
             after = self._recorded.run(self._rows.latest)
             self._streams, self._broken = self._recorded.streams, after.broken
         else:
-            scores = self._rows.scores(self._beam)
-            selection, after = step.with_selection(self._beam, scores, self._streams)
+            scores, row = self._rows.scores(self._beam)
+            selection, after = step.with_selection(self._beam, scores, self._streams, row=row)
             self._broken = self._broken | after.broken
             if plan.path and self._owner[0] is not None:
                 self._owner[0].path.append(_path_step(after.beam, selection, after.parent))

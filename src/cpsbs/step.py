@@ -49,10 +49,15 @@ class Step:
         return self.with_selection(beam, scores, streams, into)[1]
 
     def with_selection(
-        self, beam: Hypotheses, scores: Tensor, streams: Streams, into: Outcome | None = None
+        self,
+        beam: Hypotheses,
+        scores: Tensor,
+        streams: Streams,
+        into: Outcome | None = None,
+        row: Tensor | None = None,
     ) -> tuple[Selection, Outcome]:
-        """The same, and what the design returned."""
-        candidates = self._candidates(beam, scores)
+        """The same, and what the design returned; with ``row`` [b, P] the scores are [n, V]."""
+        candidates = self._candidates(beam, scores, row)
         # On a CPU it is told at once; elsewhere that would be to wait.
         if scores.device.type == "cpu" and not bool(candidates.log_total.isfinite().all()):
             raise ValueError(NOT_NUMBERS)
@@ -64,17 +69,17 @@ class Step:
             after = replace(after, beam=replace(after.beam, finished=finished))
         return selection, after
 
-    def _candidates(self, beam: Hypotheses, scores: Tensor) -> Candidates:
+    def _candidates(self, beam: Hypotheses, scores: Tensor, row: Tensor | None) -> Candidates:
         """What the open hypotheses can be extended to, and the others as they are."""
         temperature = self.temperature
         if self.nucleus is not None:
             scores, temperature = processed(scores, temperature, self.nucleus), 1.0
-        _, parents, tokens = scores.shape
+        parents, tokens = beam.token.shape[-1], scores.shape[-1]
         length = beam_chunk_length(parents, tokens, self.k, scores.device)
         terms = self.design.power_sums
         if terms > 1 and kernels.usable(scores.device):
             terms = kernels.POWER_SUMS
-        chunks = read(scores, temperature, length, terms)
+        chunks = read(scores, temperature, length, terms, row)
         return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
 

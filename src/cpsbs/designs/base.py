@@ -79,13 +79,13 @@ class Candidates:
 
     def entropy(self) -> Tensor:
         """[B, P] float64 entropy of the next token after each parent; 0 for a finished one."""
-        rows = self.chunks.scores.flatten(0, 1)
+        rows = self.chunks.rows
         # Block by block, so that nothing of the size of the scores is kept.
         parts = torch.split(rows, max(1, block_size(rows.device) // rows.shape[-1]))
         kind = torch.promote_types(rows.dtype, torch.float32)
         scaled = (part.to(kind) / self.chunks.temperature for part in parts)
         sums = [torch.special.entr(x.softmax(-1)).sum(-1, dtype=torch.float64) for x in scaled]
-        entropy = torch.cat(sums).view(self.log_total.shape)
+        entropy = self.chunks.of_parents(torch.cat(sums), 0.0)
         return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
 
     def parent_of(self, index: Tensor) -> Tensor:

@@ -63,8 +63,11 @@ class Largest:
 class Chunks:
     """Scores [R, P, V] of R sources with P parents each, the tokens cut into C chunks."""
 
-    scores: Tensor
-    """[R, P, V] as the model gives them."""
+    rows: Tensor
+    """[n, V] as the model gives them."""
+    row: Tensor | None
+    """[R, P] which of the rows is whose; n for a parent with no other candidate than token 0, whose
+    score is 0. None where the rows are those of all parents in their order."""
     temperature: float
     """What they are divided by."""
     length: int
@@ -77,7 +80,28 @@ class Chunks:
     @property
     def shape(self) -> torch.Size:
         """R, P, V."""
-        return self.scores.shape
+        return torch.Size((*self.maxima.shape[:2], self.rows.shape[-1]))
+
+    @cached_property
+    def scores(self) -> Tensor:
+        """[R, P, V] all of them, written down if they are not."""
+        if self.row is None:
+            return self.rows.view(self.shape)
+        row, alone = self._found(self.row)
+        scores = self.rows[row].masked_fill_(alone[..., None], -math.inf)
+        scores[..., 0].masked_fill_(alone, 0.0)
+        return scores
+
+    def of_parents(self, values: Tensor, alone: float) -> Tensor:
+        """[R, P] of numbers [n] for the rows, and one for parents that have none."""
+        if self.row is None:
+            return values.view(self.shape[:2])
+        row, without = self._found(self.row)
+        return values[row].masked_fill_(without, alone)
+
+    def _found(self, row: Tensor) -> tuple[Tensor, Tensor]:
+        """[...] rows that there are, and which of the ``row`` [...] are not there."""
+        return row.clamp(max=len(self.rows) - 1), row == len(self.rows)
 
     @property
     def width(self) -> int:
@@ -113,24 +137,33 @@ class Chunks:
     @property
     def by_kernels(self) -> bool:
         """Whether kernels can work on them."""
-        return _for_kernels(self.sums.dtype, self.length, self.scores.device)
+        return _for_kernels(self.sums.dtype, self.length, self.rows.device)
 
     def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Chunks:
         """Some parents of some sources."""
+        row = self.row
+        if row is None:
+            row = torch.arange(len(self.rows), device=self.rows.device).view(self.shape[:2])
         return replace(
             self,
-            scores=self.scores[rows][:, parents],
+            row=row[rows][:, parents],
             maxima=self.maxima[rows][:, parents],
             sums=self.sums[:, rows][:, :, parents],
         )
 
     def take(self, row: Tensor, item: Tensor) -> Tensor:
         """Float64 scores of candidates parent·V + token, by tensors of one (broadcast) shape."""
-        return self._scaled(self.scores.flatten(1)[row, item])
+        _, parents, tokens = self.shape
+        if self.row is None:
+            return self._scaled(self.rows.view(-1)[row * (parents * tokens) + item])
+        parent, token = item // tokens, item % tokens
+        place, alone = self._found(self.row[row, parent])
+        score = self._scaled(self.rows[place, token])
+        return score.masked_fill_(alone, -math.inf).masked_fill_(alone & (token == 0), 0.0)
 
     def take_along(self, item: Tensor) -> Tensor:
         """[R, m] the same of the candidates [R, m] of each source."""
-        return self._scaled(self.scores.flatten(1).gather(-1, item))
+        return self.take(self._source, item)
 
     def _scaled(self, scores: Tensor) -> Tensor:
         scores = scores.to(torch.float64)
@@ -148,15 +181,21 @@ class Chunks:
         """
         _, parents, tokens = self.shape
         chunks = self.maxima.shape[-1]
-        start, early = chunk * self.length, None
+        number = row * (parents * chunks) + chunk
+        start, early, alone = chunk * self.length, None, None
         if chunks * self.length > tokens:
             parent = chunk // chunks
             nominal = start - parent * (chunks * self.length - tokens)
             start = torch.minimum(nominal, parent * tokens + (tokens - self.width))
             early = nominal - start
         # Copied chunk by chunk, which is many times faster than number by number.
-        windows = self.scores.reshape(-1).unfold(0, self.width, 1)
-        first = (row * (parents * tokens) + start).flatten()
+        windows = self.rows.view(-1).unfold(0, self.width, 1)
+        if self.row is None:
+            first = row * (parents * tokens) + start
+        else:
+            place, alone = self._found(self.row.flatten()[number // chunks])
+            first = place * tokens + start % tokens
+        first = first.flatten()
         if memory is None:
             score = windows.index_select(0, first).to(torch.float64)
         else:
@@ -165,8 +204,7 @@ class Chunks:
                 torch.index_select(windows, 0, first, out=score)
             else:
                 score.copy_(windows.index_select(0, first))
-        number = (row * (parents * chunks) + chunk).flatten()
-        top = self.maxima.flatten().index_select(0, number)
+        top = self.maxima.flatten().index_select(0, number.flatten())
         score -= top.masked_fill_(top == -math.inf, 0.0)[:, None]
         if self.temperature != 1.0:
             score /= self.temperature
@@ -174,6 +212,9 @@ class Chunks:
         if early is not None:
             step = torch.arange(self.width, device=chunk.device)
             score.masked_fill_(step < early[..., None], -math.inf)
+        if alone is not None:
+            score.masked_fill_(alone[..., None], -math.inf)
+            score[..., 0].masked_fill_(alone & (chunk % chunks == 0), 0.0)
         return start, score
 
     def at(self, start: Tensor, place: Tensor) -> Tensor:
@@ -209,7 +250,7 @@ class Chunks:
         # Relative to the lowest, so that those which hardly differ are small numbers.
         lowest = tops.amin(-1, keepdim=True)
         lowest.masked_fill_(lowest == -math.inf, 0.0)
-        start, inside = self.members(self._row, chosen, self._memory(m)[0])
+        start, inside = self.members(self._source, chosen, self._memory(m)[0])
         inside += (tops - lowest).to(inside.dtype)[..., None]
         place = _places_of_largest(inside.flatten(1), m)
         index = self.at(start, place)
@@ -227,7 +268,7 @@ class Chunks:
         level = self._levels(shift)
         # The chunks that were looked at are added up again, without the head.
         memory, power = self._memory(chosen.shape[-1])
-        _, weight = self.members(self._row, chosen, memory)
+        _, weight = self.members(self._source, chosen, memory)
         weight += level.gather(-1, chosen).to(weight.dtype)[..., None]
         weight.exp_().flatten(1).scatter_(-1, place, 0.0)
         again = _sums_of_powers(weight, terms, power)
@@ -250,22 +291,22 @@ class Chunks:
         level = self._levels(shift)
         # Chunks with something excluded are added up again, without it.
         memory, power = self._memory(touched.shape[-1])
-        start, weight = self.members(self._row, touched, memory)
+        start, weight = self.members(self._source, touched, memory)
         weight += level.gather(-1, touched).to(weight.dtype)[..., None]
         weight.exp_().flatten(1).scatter_(-1, first * self.width + excluded - start, 0.0)
         again = _sums_of_powers(weight, terms, power)
         again = again.gather(-1, first.expand_as(again))
         return self._whole_masses(level, terms).scatter_(-1, touched.expand_as(again), again)
 
-    @property
-    def _row(self) -> Tensor:
+    @cached_property
+    def _source(self) -> Tensor:
         """[R, 1] the numbers of the sources."""
-        return torch.arange(self.shape[0], device=self.scores.device)[:, None]
+        return torch.arange(len(self.maxima), device=self.rows.device)[:, None]
 
     def _memory(self, m: int) -> Tensor:
         """[2, R · m · width] of the type of the sums, to scribble on."""
         size = self.shape[0] * m * self.width
-        memory = working_memory(2 * size, self.scores.device).view(self.sums.dtype)
+        memory = working_memory(2 * size, self.rows.device).view(self.sums.dtype)
         return memory[: 2 * size].view(2, size)
 
     def _levels(self, shift: Tensor) -> Tensor:
@@ -286,26 +327,38 @@ class Chunks:
 
     def with_terms(self, terms: int) -> Chunks:
         """The same with more power sums, by reading the scores again."""
-        return read(self.scores, self.temperature, self.length, terms)
+        rows = self.scores if self.row is None else self.rows
+        return read(rows, self.temperature, self.length, terms, self.row)
 
 
-def read(scores: Tensor, temperature: float, length: int, terms: int) -> Chunks:
-    """Read scores [R, P, V] once, for sums of ``terms`` powers in chunks of this length."""
-    sources, parents, tokens = scores.shape
-    rows = scores.reshape(sources * parents, tokens)
+def read(
+    scores: Tensor, temperature: float, length: int, terms: int, row: Tensor | None = None
+) -> Chunks:
+    """Read scores [R, P, V] once, for sums of ``terms`` powers in chunks of this length.
+
+    With ``row`` [R, P] the scores are [n, V]: see ``Chunks``.
+    """
+    tokens = scores.shape[-1]
+    rows = scores.reshape(-1, tokens).contiguous()
     dtype = torch.promote_types(scores.dtype, torch.float32)
     chunks = -(-tokens // length)
     maxima = torch.empty((len(rows), chunks), dtype=dtype, device=scores.device)
     sums = torch.empty((terms, len(rows), chunks), dtype=dtype, device=scores.device)
-    table = (sources, parents, chunks)
-    whole = Chunks(scores, temperature, length, maxima.view(table), sums.view(terms, *table))
     if _for_kernels(dtype, length, scores.device):
         from cpsbs.kernels.reading import read_into
 
         read_into(rows, temperature, length, maxima, sums)
     else:
         _read_by_blocks(rows, temperature, length, maxima, sums)
-    return whole
+    if row is None:
+        maxima, sums = (x.unflatten(-2, scores.shape[:2]) for x in (maxima, sums))
+        return Chunks(rows, None, temperature, length, maxima, sums)
+    place, alone = row.clamp(max=len(rows) - 1), (row == len(rows))[..., None]
+    maxima = maxima[place].masked_fill_(alone, -math.inf)
+    maxima[..., :1].masked_fill_(alone, 0.0)
+    sums = sums[:, place].masked_fill_(alone, 0.0)
+    sums[..., :1].masked_fill_(alone, 1.0)
+    return Chunks(rows, row, temperature, length, maxima, sums)
 
 
 def _places_of_largest(x: Tensor, m: int) -> Tensor:

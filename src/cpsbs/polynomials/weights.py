@@ -169,7 +169,7 @@ class CandidateWeights(Weights):
         self._head: Largest | None = None
         rows, parents, tokens = chunks.shape
         self.shape = (rows, parents * tokens)
-        self.device = chunks.scores.device
+        self.device = chunks.rows.device
 
     @cached_property
     def values(self) -> Tensor:
