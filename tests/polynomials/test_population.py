@@ -40,7 +40,7 @@ def test_power_sums_over_several_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     for block in (64, 500, 1003, 4000, 2**20):
         monkeypatch.setattr("cpsbs.polynomials.weights.block_size", lambda _, b=block: b)
         sums, chunk_sums, chunk = PlainWeights(x).power_sums(
-            unit, excluded, 20, lambda _: torch.full((5,), 1e-3)
+            unit, excluded, 20, lambda *_: torch.full((5,), 1e-3)
         )
         assert sums.shape[-1] == terms_needed(20, 1e-3) == 5
         assert chunk == 32

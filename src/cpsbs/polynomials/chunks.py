@@ -54,9 +54,10 @@ class Largest:
     """[R, m] descending"""
     index: Tensor
     """[R, m]"""
-    looked_at: tuple[Tensor, Tensor] | None
-    """The chunks [R, m] that were looked at, and the places [R, m] of the largest among their
-    m · width members; None if it was another set of chunks."""
+    looked_at: tuple[Tensor, Tensor, Tensor, Tensor] | None
+    """The chunks [R, m] that were looked at, their members [R, m, width] relative to a level
+    [R, 1], that level, and the places [R, m] of the largest among the m · width members; None if
+    it was another set of chunks."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +171,14 @@ class Chunks:
         return scores if self.temperature == 1.0 else scores / self.temperature
 
     def members(
-        self, row: Tensor, chunk: Tensor, memory: Tensor | None = None
+        self, row: Tensor, chunk: Tensor, dtype: torch.dtype = torch.float64
     ) -> tuple[Tensor, Tensor]:
         """Look into chunks [...], numbered parent·C + chunk, of the sources ``row`` [...].
 
         Returns [...] the candidate with which each begins, and [..., width] (score − the chunk's
-        maximum) / temperature from there on, in float64, or in ``memory`` and its type. Where the
-        tokens do not divide into chunks, the last one of a parent begins earlier, so that it is as
-        long as the others; what is in the chunk before it counts as -inf.
+        maximum) / temperature from there on. Where the tokens do not divide into chunks, the last
+        one of a parent begins earlier, so that it is as long as the others; what is in the chunk
+        before it counts as -inf.
         """
         _, parents, tokens = self.shape
         chunks = self.maxima.shape[-1]
@@ -195,25 +196,18 @@ class Chunks:
         else:
             place, alone = self._found(self.row.flatten()[number // chunks])
             first = place * tokens + start % tokens
-        first = first.flatten()
-        if memory is None:
-            score = windows.index_select(0, first).to(torch.float64)
-        else:
-            score = memory[: first.numel() * self.width].view(-1, self.width)
-            if score.dtype == windows.dtype:
-                torch.index_select(windows, 0, first, out=score)
-            else:
-                score.copy_(windows.index_select(0, first))
-        top = self.maxima.flatten().index_select(0, number.flatten())
-        score -= top.masked_fill_(top == -math.inf, 0.0)[:, None]
+        score = windows.index_select(0, first.flatten()).view(*chunk.shape, self.width).to(dtype)
+        top = self.maxima.flatten()[number]
+        top = top.masked_fill_(top == -math.inf, 0.0)
+        if alone is not None:
+            top.masked_fill_(alone, math.inf)
+        score -= top[..., None]
         if self.temperature != 1.0:
             score /= self.temperature
-        score = score.view(*start.shape, self.width)
         if early is not None:
             step = torch.arange(self.width, device=chunk.device)
             score.masked_fill_(step < early[..., None], -math.inf)
         if alone is not None:
-            score.masked_fill_(alone[..., None], -math.inf)
             score[..., 0].masked_fill_(alone & (chunk % chunks == 0), 0.0)
         return start, score
 
@@ -250,12 +244,12 @@ class Chunks:
         # Relative to the lowest, so that those which hardly differ are small numbers.
         lowest = tops.amin(-1, keepdim=True)
         lowest.masked_fill_(lowest == -math.inf, 0.0)
-        start, inside = self.members(self._source, chosen, self._memory(m)[0])
+        start, inside = self.members(self._source, chosen, self.sums.dtype)
         inside += (tops - lowest).to(inside.dtype)[..., None]
         place = _places_of_largest(inside.flatten(1), m)
         index = self.at(start, place)
         values = self.take_along(index) + offset.gather(-1, index // self.shape[-1])
-        return Largest(values, index, (chosen, place))
+        return Largest(values, index, (chosen, inside, lowest, place))
 
     def masses_beside(self, offset: Tensor, unit: Tensor, head: Largest, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + offset − unit)} over candidates of a chunk outside the head,
@@ -264,15 +258,13 @@ class Chunks:
         shift = offset - unit[:, None]
         if head.looked_at is None:
             return self.masses(shift, head.index.sort(dim=-1).values, terms)
-        chosen, place = head.looked_at
-        level = self._levels(shift)
+        chosen, inside, lowest, place = head.looked_at
         # The chunks that were looked at are added up again, without the head.
-        memory, power = self._memory(chosen.shape[-1])
-        _, weight = self.members(self._source, chosen, memory)
-        weight += level.gather(-1, chosen).to(weight.dtype)[..., None]
-        weight.exp_().flatten(1).scatter_(-1, place, 0.0)
-        again = _sums_of_powers(weight, terms, power)
-        return self._whole_masses(level, terms).scatter_(-1, chosen.expand_as(again), again)
+        weight = (inside + (lowest - unit[:, None]).to(inside.dtype)[..., None]).exp_()
+        weight.flatten(1).scatter_(-1, place, 0.0)
+        again = _sums_of_powers(weight, terms)
+        table = self._whole_masses(self._levels(shift), terms)
+        return table.scatter_(-1, chosen.expand_as(again), again)
 
     def masses(self, shift: Tensor, excluded: Tensor, terms: int) -> Tensor:
         """[J, R, P·C] Σ e^{j (score + shift)} over the candidates of a chunk, for j = 1…J.
@@ -290,11 +282,10 @@ class Chunks:
         first = torch.where(new, slot, 0).cummax(-1).values
         level = self._levels(shift)
         # Chunks with something excluded are added up again, without it.
-        memory, power = self._memory(touched.shape[-1])
-        start, weight = self.members(self._source, touched, memory)
+        start, weight = self.members(self._source, touched, self.sums.dtype)
         weight += level.gather(-1, touched).to(weight.dtype)[..., None]
         weight.exp_().flatten(1).scatter_(-1, first * self.width + excluded - start, 0.0)
-        again = _sums_of_powers(weight, terms, power)
+        again = _sums_of_powers(weight, terms)
         again = again.gather(-1, first.expand_as(again))
         return self._whole_masses(level, terms).scatter_(-1, touched.expand_as(again), again)
 
@@ -302,12 +293,6 @@ class Chunks:
     def _source(self) -> Tensor:
         """[R, 1] the numbers of the sources."""
         return torch.arange(len(self.maxima), device=self.rows.device)[:, None]
-
-    def _memory(self, m: int) -> Tensor:
-        """[2, R · m · width] of the type of the sums, to scribble on."""
-        size = self.shape[0] * m * self.width
-        memory = working_memory(2 * size, self.rows.device).view(self.sums.dtype)
-        return memory[: 2 * size].view(2, size)
 
     def _levels(self, shift: Tensor) -> Tensor:
         """[R, P·C] float64 the largest score / temperature + shift [R, P] of the chunks."""
@@ -378,17 +363,14 @@ def _places_of_largest(x: Tensor, m: int) -> Tensor:
     return chosen.gather(-1, place // 8) * 8 + place % 8
 
 
-def _sums_of_powers(weight: Tensor, terms: int, memory: Tensor) -> Tensor:
-    """[J, ...] Σ w^j over the last dimension of w [..., n], for j = 1…J, by help of ``memory``."""
-    sums = torch.empty((terms, *weight.shape[:-1]), dtype=weight.dtype, device=weight.device)
-    torch.sum(weight, -1, out=sums[0])
+def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:
+    """[J, ...] Σ w^j over the last dimension of w [..., n], for j = 1…J; w is overwritten."""
+    sums = [weight.sum(-1)]
     weight = _worth_a_power(weight)
-    power, before = memory[: weight.numel()].view(weight.shape), weight
-    for j in range(1, terms):
-        torch.mul(before, weight, out=power)
-        torch.sum(power, -1, out=sums[j])
-        before = power
-    return sums
+    power = weight.clone() if terms > 1 else weight
+    for _ in range(1, terms):
+        sums.append(power.mul_(weight).sum(-1))
+    return torch.stack(sums)
 
 
 def _worth_a_power(weight: Tensor) -> Tensor:

@@ -262,9 +262,9 @@ def _tail(population: Population) -> Tail:
         wanted, free = wanted - population.forced, free - population.forced
     empty = largest == -math.inf
 
-    def odds(mass: Tensor | None) -> Tensor:
+    def odds(mass: Tensor | None, rounds: int) -> Tensor:
         u = wanted / (free - wanted)
-        for _ in range(2):
+        for _ in range(rounds):
             expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1)
             if mass is not None:
                 expected += mass * u / (1 + u)

@@ -29,8 +29,9 @@ TRUNCATION = 1e-13
 TRUNCATION_32 = 1e-7
 """The same where the sums are of float32 numbers."""
 
-Bound = Callable[[Tensor | None], Tensor]
-"""[R] the largest odds that an item of the tail may have, given its mass [R] or nothing."""
+Bound = Callable[[Tensor | None, int], Tensor]
+"""[R] the largest odds that an item of the tail may have, given its mass [R] or nothing, found in so
+many rounds."""
 
 
 class Weights(ABC):
@@ -104,7 +105,7 @@ class PlainWeights(Weights):
         K + ½ heads, so that u P/(1 + u) ≤ K + ½.
         """
         chunk = chunk_length(self.shape[1], excluded.shape[-1])
-        largest = float(odds(None).max())
+        largest = float(odds(None, 2).max())
         terms, used = terms_needed(k, largest), 1
         rows, n = self.shape
         block = block_size(self.device)
@@ -198,7 +199,7 @@ class CandidateWeights(Weights):
         """
         chunks = self.chunks
         enough = TRUNCATION_32 if chunks.sums.dtype == torch.float32 else TRUNCATION
-        highest = float(unit.max()) if self.odds else -math.inf
+        differ = self.odds and float(unit.max()) > NO_DIFFERENCE
         while True:
             terms = len(chunks.sums)
             if own_head and self._head is not None:
@@ -206,15 +207,18 @@ class CandidateWeights(Weights):
             else:
                 table = chunks.masses(self.offset - unit[:, None], excluded, terms)
             sums = table.sum(-1).to(torch.float64)
-            bound = odds(sums[0])
-            if highest > NO_DIFFERENCE:
-                bound += unit.exp()
-            lacking = sums[-1] * bound ** (terms + 1) / (terms + 1) / (1 - bound)
-            if float(lacking.max()) <= enough:
+
+            def lacking(rounds: int, sums: Tensor = sums, terms: int = terms) -> float:
+                bound = odds(sums[0], rounds)
+                if differ:
+                    bound += unit.exp()
+                return float((sums[-1] * bound ** (terms + 1) / (1 - bound)).max()) / (terms + 1)
+
+            if lacking(1) <= enough or lacking(4) <= enough:
                 break
             chunks = chunks.with_terms(2 * terms)
         sums, masses = sums.T, table[0]
-        if highest > NO_DIFFERENCE:
+        if differ:
             sums, masses = _odds_from_probabilities(sums, table, unit.exp())
         return sums, masses, self.chunks.length
 
@@ -306,7 +310,7 @@ def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple
     power = unit[:, None] ** torch.arange(len(table), device=unit.device)
     mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
     by_chunk, largest = table[-1], unit.to(table.dtype)[:, None]
-    for mass in table[:-1].flip(0):
+    for mass in reversed(table[:-1].unbind()):
         by_chunk = torch.addcmul(mass, by_chunk, largest)
     return (mixed @ sums[..., None])[..., 0], by_chunk
 
