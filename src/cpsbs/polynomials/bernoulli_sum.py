@@ -35,6 +35,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .memory import numbers
+
 ALIASING = 1e-19
 """Probability of the values of S that are mistaken for others."""
 
@@ -58,7 +60,7 @@ class PowerSums:
     def __init__(self, largest: Tensor, sums: Tensor) -> None:
         self.largest = largest
         self.sums = sums
-        self._order = torch.arange(1, sums.shape[-1] + 1, dtype=sums.dtype, device=sums.device)
+        self._order = numbers(sums.shape[-1] + 1, sums.device)[1:]
 
     def unsqueeze(self) -> PowerSums:
         """The same coins for a batch [..., G]."""
@@ -77,11 +79,13 @@ class PowerSums:
         """[..., J] (−1)^{j−1} P_j W^j e^{sj} / j, the terms of log Π (1 + w e^s)."""
         return -self.sums * self._powers(tilt) / self._order
 
-    def log_characteristic(self, tilt: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-        """[..., L] real and imaginary part of log E e^{iθS} = Σ_j term_j (e^{ijθ} − 1)."""
+    def log_characteristic(self, tilt: Tensor, points: int) -> tuple[Tensor, Tensor]:
+        """[..., L/2] real and imaginary part of log E e^{iθS} = Σ_j term_j (e^{ijθ} − 1) at the
+        points of the ``Circle`` of L.
+        """
+        real, imaginary = _waves(points, self.sums.shape[-1], tilt.device)
         terms = self.log_terms(tilt)
-        angle = self._order[:, None] * theta
-        return -2 * (terms @ (angle / 2).sin_().square_()), terms @ angle.sin()
+        return terms @ real, terms @ imaginary
 
     def _powers(self, tilt: Tensor) -> Tensor:
         """[..., J] (−W e^s)^j."""
@@ -168,6 +172,14 @@ class Circle:
         return Circle(theta, theta.cos(), theta.sin(), lift, back[:, 0], back, turns)
 
 
+@lru_cache(maxsize=64)
+def _waves(points: int, terms: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[J, L/2] cos jθ − 1 and sin jθ for j = 1…J."""
+    odd, order = torch.arange(1, points, 2, device=device), numbers(terms + 1, device)[1:]
+    angle = order[:, None] * odd.to(torch.float64) * (math.pi / points)
+    return -2 * (angle / 2).sin().square(), angle.sin()
+
+
 class BernoulliSum:
     """S, the number of heads of coins [..., M] and a tail, near K: P(S = K) and its relatives.
 
@@ -207,7 +219,7 @@ class BernoulliSum:
         self._tail: Tensor | None = None
         """[..., L/2] the factor of the tail in φ"""
         if tail is not None:
-            real, imaginary = tail.log_characteristic(self.tilt, self._circle.theta)
+            real, imaginary = tail.log_characteristic(self.tilt, alias_free(k, n))
             self._tail = torch.polar(real.exp_(), imaginary)
             phi = phi * self._tail
         if removed is not None:

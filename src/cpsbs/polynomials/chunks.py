@@ -21,7 +21,7 @@ from torch.nn.functional import threshold_
 from cpsbs import kernels
 
 from .bernoulli_sum import block_size
-from .memory import working_memory
+from .memory import numbers, working_memory
 
 
 def chunk_length(n: int, m: int) -> int:
@@ -205,7 +205,7 @@ class Chunks:
         if self.temperature != 1.0:
             score /= self.temperature
         if early is not None:
-            step = torch.arange(self.width, device=chunk.device)
+            step = numbers(self.width, chunk.device)
             score.masked_fill_(step < early[..., None], -math.inf)
         if alone is not None:
             score[..., 0].masked_fill_(alone & (chunk % chunks == 0), 0.0)
@@ -276,7 +276,7 @@ class Chunks:
         parent = excluded // tokens
         touched = parent * chunks + excluded % tokens // self.length
         # The excluded items of a chunk stand side by side; the first one's place is for all.
-        slot = torch.arange(touched.shape[-1], device=touched.device)
+        slot = numbers(touched.shape[-1], touched.device)
         new = torch.ones_like(touched, dtype=torch.bool)
         new[:, 1:] = touched[:, 1:] != touched[:, :-1]
         first = torch.where(new, slot, 0).cummax(-1).values
@@ -289,10 +289,10 @@ class Chunks:
         again = again.gather(-1, first.expand_as(again))
         return self._whole_masses(level, terms).scatter_(-1, touched.expand_as(again), again)
 
-    @cached_property
+    @property
     def _source(self) -> Tensor:
         """[R, 1] the numbers of the sources."""
-        return torch.arange(len(self.maxima), device=self.rows.device)[:, None]
+        return numbers(len(self.maxima), self.rows.device)[:, None]
 
     def _levels(self, shift: Tensor) -> Tensor:
         """[R, P·C] float64 the largest score / temperature + shift [R, P] of the chunks."""
@@ -357,10 +357,10 @@ def _places_of_largest(x: Tensor, m: int) -> Tensor:
         return x.topk(m, dim=-1).indices
     groups = x.view(-1, 8)
     chosen = groups.amax(-1).view(rows, -1).topk(m, dim=-1, sorted=False).indices
-    first = torch.arange(0, rows * (n // 8), n // 8, device=x.device)[:, None]
+    first = numbers(rows, x.device)[:, None] * (n // 8)
     inside = groups.index_select(0, (chosen + first).flatten()).view(rows, -1)
     place = inside.topk(m, dim=-1).indices
-    return chosen.gather(-1, place // 8) * 8 + place % 8
+    return (chosen.gather(-1, place >> 3) << 3) + (place & 7)
 
 
 def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:

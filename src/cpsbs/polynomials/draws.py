@@ -18,13 +18,14 @@ from torch import Tensor
 from cpsbs.randomness import Streams
 
 from .bernoulli_sum import block_size, variance_bound
+from .memory import numbers
 from .population import Population, Tail
 
 
 def draw(population: Population, samples: int, streams: Streams) -> Tensor:
     """[samples, R, K] positions of the items drawn, ascending."""
     rows, k = len(population.head), population.k
-    row = torch.arange(rows, device=population.head.device).expand(samples, rows).flatten()
+    row = numbers(rows, population.head.device).expand(samples, rows).flatten()
     accept = _tail_counts(population)
     picked = []
     for part in torch.split(row, 1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])):
@@ -46,7 +47,7 @@ def _flip_head(
     p, _ = population.law.coins(population.head)
     coins = p.shape[-1]
     chosen = torch.empty((len(row), coins), dtype=torch.bool, device=device)
-    pending = torch.arange(len(row), device=device)
+    pending = numbers(len(row), device)
     if not population.plain:
         # Where only one subset is possible, no random number is used up.
         always = torch.where((population.forced == k)[:, None], math.inf, -math.inf)
@@ -103,7 +104,7 @@ def _fill_from_tail(
     if len(pending) == 0:
         return
     cumulative = _cumulative(tail)
-    place = torch.arange(k, device=row.device)
+    place = numbers(k, row.device)
     budget = 1 + block_size(row.device) // (k * tail.chunk)
     while len(pending) > 0:
         batch, later = pending[:budget], pending[budget:]
@@ -122,7 +123,7 @@ def _cumulative(tail: Tail) -> Tensor:
     which row + uniform finds the chunk for every row at once.
     """
     sums = tail.chunk_sums.cumsum(-1, dtype=torch.float64)
-    row = torch.arange(len(sums), device=sums.device)[:, None]
+    row = numbers(len(sums), sums.device)[:, None]
     # A tail without weight is never drawn from; its share must only not be NaN.
     return (row + sums / sums[:, -1:].clamp(min=2.0**-1000)).flatten()
 

@@ -1,7 +1,8 @@
-"""Memory to scribble on, kept between calls."""
+"""Memory that is kept between calls: to scribble on, and with the numbers from 0 on."""
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
@@ -31,3 +32,10 @@ def working_memory(size: int, device: torch.device) -> Tensor:
         if device.type == "cpu":
             _BUFFERS.of[device] = buffer
     return buffer[:size]
+
+
+@functools.lru_cache(maxsize=256)
+def numbers(n: int, device: torch.device) -> Tensor:
+    """[n] 0, 1, …, n − 1; not to be written to."""
+    with torch.inference_mode(False):
+        return torch.arange(n, device=device)

@@ -195,7 +195,8 @@ def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Popul
 def _with_head(weights: Weights, k: int, size: int, name: str) -> Population:
     """The population without its tail."""
     values, index = weights.largest(size)
-    ranked = pad(pad(values, (1, 0), value=math.inf), (0, 1), value=-math.inf)
+    ranked = pad(values, (1, 1), value=-math.inf)
+    ranked[:, 0] = math.inf
     plain = _check(ranked, k, name)
     reference = ranked[:, k]
     if not plain:

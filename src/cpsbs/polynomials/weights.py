@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .bernoulli_sum import block_size
 from .chunks import Chunks, Largest, chunk_length
-from .memory import working_memory
+from .memory import numbers, working_memory
 
 NO_DIFFERENCE = -38.0
 """log p below which p and p/(1 − p) are the same number."""
@@ -150,7 +150,7 @@ class PlainWeights(Weights):
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """By indexing."""
         n = self.shape[1]
-        item = (chunk * length)[:, None] + torch.arange(length, device=chunk.device)
+        item = (chunk * length)[:, None] + numbers(length, chunk.device)
         inside = item < n
         item = item.clamp_(max=n - 1)
         return item, self.take(row[:, None], item).masked_fill_(~inside, -math.inf)
@@ -227,7 +227,7 @@ class CandidateWeights(Weights):
         start, below = self.chunks.members(row, chunk)
         parent = start // self.chunks.shape[-1]
         top = self.chunks.peaks.flatten(1)[row, chunk] + self.offset[row, parent]
-        item = start[:, None] + torch.arange(below.shape[-1], device=row.device)
+        item = start[:, None] + numbers(below.shape[-1], row.device)
         return item, self._weight(below + top[:, None])
 
     def _weight(self, log_p: Tensor) -> Tensor:
@@ -307,7 +307,7 @@ def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple
 
     And for j = 1 by chunks [R, C] from those of p by chunks, ``table`` [J, R, C].
     """
-    power = unit[:, None] ** torch.arange(len(table), device=unit.device)
+    power = unit[:, None] ** numbers(len(table), unit.device)
     mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
     by_chunk, largest = table[-1], unit.to(table.dtype)[:, None]
     for mass in reversed(table[:-1].unbind()):
