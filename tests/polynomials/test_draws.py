@@ -193,6 +193,27 @@ def test_with_a_generator_for_each_row_other_rows_do_not_matter() -> None:
     assert len(seeds) == 900
 
 
+def test_nor_how_many_attempts_and_batches_they_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flat weights take several rounds of attempts; a small block makes batches of a few rows."""
+    x = torch.randn((40, 200), generator=torch.Generator().manual_seed(0)) / 4
+    together = ConditionalPoisson(x, 40).sample((), split_seed(3, 40))
+    for size in (1000, 2**19):
+        monkeypatch.setattr("cpsbs.polynomials.draws.block_size", lambda _, size=size: size)
+        assert torch.equal(ConditionalPoisson(x, 40).sample((), split_seed(3, 40)), together)
+        for i in (0, 17, 39):
+            alone = ConditionalPoisson(x[i], 40).sample((), split_seed(3, 40)[i : i + 1])
+            assert torch.equal(together[i], alone)
+
+
+def test_the_law_with_a_generator_for_each_row() -> None:
+    """The same with streams of their own, from which attempts are taken in rounds."""
+    x, draws = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 1.5, 2.0]), 20_000
+    design = ConditionalPoisson(x.expand(draws, -1), 3)
+    samples = design.sample((), split_seed(1, draws))
+    subsets, observed = counts_of_subsets(samples, 7)
+    assert_frequencies(observed, ConditionalPoisson(x, 3).log_prob(subsets).exp(), draws)
+
+
 def test_no_sample_leaves_out_a_forced_item_or_takes_an_excluded_one() -> None:
     x = torch.randn((4, 3000), generator=torch.Generator().manual_seed(0))
     x[:, 17] = float("inf")

@@ -122,9 +122,10 @@ def solve_tilt(
     heads = expected(tilt)
     right = (heads < wanted[..., None]).sum(-1, keepdim=True).clamp_(1, cells)
     cell = torch.cat([right - 1, right], dim=-1)
-    ends, (few, many) = tilt.gather(-1, cell).unbind(-1), heads.gather(-1, cell).unbind(-1)
+    left, right = tilt.gather(-1, cell).unbind(-1)
+    few, many = heads.gather(-1, cell).unbind(-1)
     share = ((wanted - few) / (many - few)).nan_to_num_(0.5).clamp_(0, 1)
-    return torch.lerp(*ends, share)
+    return torch.lerp(left, right, share)
 
 
 def variance_bound(k: int, n: int) -> float:
@@ -302,9 +303,9 @@ class BernoulliSum:
             if p.shape[-1] % 2:
                 p, q = pad(p, (0, 1)), pad(q, (0, 1), value=1.0)
             # Two coins at a time, of which none, one or both come up heads.
-            (a, b), (c, d) = (coin.unflatten(-1, (-1, 2)).unbind(-1) for coin in (p, q))
+            (a, b), (c, d) = (coin.reshape(*coin.shape[:-1], -1, 2).unbind(-1) for coin in (p, q))
             law = torch.stack([c * d, a * d + b * c, a * b], dim=-1)
-            factors = (law @ self._circle.turns).unflatten(-1, (-1, 2))
+            factors = (law @ self._circle.turns).view(*law.shape[:-1], -1, 2)
             parts.append(torch.view_as_complex(factors).prod(-2))
         return parts[0] if len(parts) == 1 else torch.stack(parts).prod(0)
 

@@ -16,21 +16,12 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.nn.functional import threshold_
 
 from cpsbs import kernels
 
 from .bernoulli_sum import block_size
+from .largest import chunk_length, places_of_largest
 from .memory import numbers, working_memory
-
-
-def chunk_length(n: int, m: int) -> int:
-    """About √(n/m), which balances the number of chunks with the size of m of them.
-
-    A multiple of 32, four vectors of float32: torch takes maxima over such chunks several times
-    faster than over others.
-    """
-    return 32 * max(1, round(math.sqrt(n / max(m, 1)) / 32))
 
 
 def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -> int:
@@ -51,7 +42,7 @@ class Largest:
     """The m largest candidates of R sources."""
 
     values: Tensor
-    """[R, m] descending"""
+    """[R, m] descending, but for rounding"""
     index: Tensor
     """[R, m]"""
     looked_at: tuple[Tensor, Tensor, Tensor, Tensor] | None
@@ -226,8 +217,8 @@ class Chunks:
         """The same, with what was looked at on the way.
 
         They lie in the m chunks with the largest maxima (any other chunk has m entries elsewhere
-        that are at least as large), so that no more than those are looked at one by one. On a GPU
-        they are compared in float32: items that differ by less may change places.
+        that are at least as large), so that no more than those are looked at one by one. They are
+        compared in the precision of the sums: items that differ by less may change places.
         """
         few_chunks = self.maxima[0].numel() < kernels.MOST_CHUNKS
         if self.by_kernels and few_chunks and m <= kernels.MOST_IN_HEAD:
@@ -246,7 +237,7 @@ class Chunks:
         lowest.masked_fill_(lowest == -math.inf, 0.0)
         start, inside = self.members(self._source, chosen, self.sums.dtype)
         inside += (tops - lowest).to(inside.dtype)[..., None]
-        place = _places_of_largest(inside.flatten(1), m)
+        place = places_of_largest(inside.flatten(1), m)
         index = self.at(start, place)
         values = self.take_along(index) + offset.gather(-1, index // self.shape[-1])
         return Largest(values, index, (chosen, inside, lowest, place))
@@ -336,8 +327,8 @@ def read(
     else:
         _read_by_blocks(rows, temperature, length, maxima, sums)
     if row is None:
-        maxima, sums = (x.unflatten(-2, scores.shape[:2]) for x in (maxima, sums))
-        return Chunks(rows, None, temperature, length, maxima, sums)
+        table = (*scores.shape[:2], chunks)
+        return Chunks(rows, None, temperature, length, maxima.view(table), sums.view(-1, *table))
     place, alone = row.clamp(max=len(rows) - 1), (row == len(rows))[..., None]
     maxima = maxima[place].masked_fill_(alone, -math.inf)
     maxima[..., :1].masked_fill_(alone, 0.0)
@@ -346,30 +337,12 @@ def read(
     return Chunks(rows, row, temperature, length, maxima, sums)
 
 
-def _places_of_largest(x: Tensor, m: int) -> Tensor:
-    """[R, m] where the m largest of x [R, n] are, descending.
-
-    They lie in the m groups of eight with the largest maxima, and torch.topk takes several times
-    as long for a number as taking the maximum does.
-    """
-    rows, n = x.shape
-    if n % 8 or n <= 16 * m:
-        return x.topk(m, dim=-1).indices
-    groups = x.view(-1, 8)
-    chosen = groups.amax(-1).view(rows, -1).topk(m, dim=-1, sorted=False).indices
-    first = numbers(rows, x.device)[:, None] * (n // 8)
-    inside = groups.index_select(0, (chosen + first).flatten()).view(rows, -1)
-    place = inside.topk(m, dim=-1).indices
-    return (chosen.gather(-1, place >> 3) << 3) + (place & 7)
-
-
 def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:
     """[J, ...] Σ w^j over the last dimension of w [..., n], for j = 1…J; w is overwritten."""
     sums = [weight.sum(-1)]
     weight = _worth_a_power(weight)
     power = weight.clone() if terms > 1 else weight
-    for _ in range(1, terms):
-        sums.append(power.mul_(weight).sum(-1))
+    sums += [power.mul_(weight).sum(-1) for _ in range(1, terms)]
     return torch.stack(sums)
 
 
@@ -377,7 +350,7 @@ def _worth_a_power(weight: Tensor) -> Tensor:
     """Weights of at most 1, in place, without those whose fourth power is no normal number: their
     squares do not count beside 1, and with subnormal numbers processors are slow.
     """
-    return threshold_(weight, torch.finfo(weight.dtype).tiny ** 0.25, 0.0)
+    return torch.threshold_(weight, torch.finfo(weight.dtype).tiny ** 0.25, 0.0)
 
 
 def _for_kernels(dtype: torch.dtype, length: int, device: torch.device) -> bool:

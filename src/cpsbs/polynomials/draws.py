@@ -56,7 +56,7 @@ def _flip_head(
         pending = (~population.determined[row]).nonzero()[:, 0]
     budget = 1 + block_size(device) // (1 + coins)
     enough = 4 * math.ceil(math.sqrt(variance_bound(k, coins)))
-    for batch in pending.split(budget):
+    for batch in torch.split(pending, budget):
         # In a search one or two attempts mostly do; flat weights need some √K of them.
         tries = min(6, enough)
         while len(batch) > 0:

@@ -34,8 +34,13 @@ def working_memory(size: int, device: torch.device) -> Tensor:
     return buffer[:size]
 
 
-@functools.lru_cache(maxsize=256)
 def numbers(n: int, device: torch.device) -> Tensor:
     """[n] 0, 1, …, n − 1; not to be written to."""
+    # Elsewhere they may be part of a recording, which must own what it reads.
+    return _counted(n) if device.type == "cpu" else torch.arange(n, device=device)
+
+
+@functools.lru_cache(maxsize=256)
+def _counted(n: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(n, device=device)
+        return torch.arange(n)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from .bernoulli_sum import block_size
-from .chunks import Chunks, Largest, chunk_length
+from .chunks import Chunks, Largest
+from .largest import chunk_length, largest_by_chunks
 from .memory import numbers, working_memory
 
 NO_DIFFERENCE = -38.0
@@ -30,8 +31,8 @@ TRUNCATION_32 = 1e-7
 """The same where the sums are of float32 numbers."""
 
 Bound = Callable[[Tensor | None, int], Tensor]
-"""[R] the largest odds that an item of the tail may have, given its mass [R] or nothing, found in so
-many rounds."""
+"""[R] the largest odds that an item of the tail may have, given its mass [R] or nothing; a bound
+that gets closer with the number of rounds."""
 
 
 class Weights(ABC):
@@ -327,24 +328,3 @@ def _distance(terms: int, device: torch.device) -> Tensor:
     """[J, J] m − j, where it is not negative."""
     order = torch.arange(terms, device=device)
     return (order - order[:, None]).clamp_(min=0)
-
-
-def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The m largest of x [R, N] in each row, descending, and their places.
-
-    As in ``Chunks.largest``: one fast pass that takes maxima replaces the slow one that torch.topk
-    makes over all of x.
-    """
-    n = x.shape[-1]
-    chunk = chunk_length(n, m)
-    if m == n or n // chunk < m:
-        values, index = x.topk(m, dim=-1)
-        return values, index
-    whole = n - n % chunk
-    maxima = x[:, :whole].view(len(x), -1, chunk).amax(-1)
-    start = maxima.topk(m, dim=-1, sorted=False).indices * chunk
-    place = (start[..., None] + torch.arange(chunk, device=x.device)).flatten(1)
-    rest = torch.arange(whole, n, device=x.device).expand(len(x), -1)
-    place = torch.cat([place, rest], dim=-1)
-    values, position = x.gather(-1, place).topk(m, dim=-1)
-    return values, place.gather(-1, position)
