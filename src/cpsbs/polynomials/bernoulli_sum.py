@@ -303,9 +303,9 @@ class BernoulliSum:
             if p.shape[-1] % 2:
                 p, q = pad(p, (0, 1)), pad(q, (0, 1), value=1.0)
             # Two coins at a time, of which none, one or both come up heads.
-            (a, b), (c, d) = (coin.reshape(*coin.shape[:-1], -1, 2).unbind(-1) for coin in (p, q))
+            a, b, c, d = p[..., ::2], p[..., 1::2], q[..., ::2], q[..., 1::2]
             law = torch.stack([c * d, a * d + b * c, a * b], dim=-1)
-            factors = (law @ self._circle.turns).view(*law.shape[:-1], -1, 2)
+            factors = (law @ self._circle.turns).view(*a.shape, len(self._circle.theta), 2)
             parts.append(torch.view_as_complex(factors).prod(-2))
         return parts[0] if len(parts) == 1 else torch.stack(parts).prod(0)
 

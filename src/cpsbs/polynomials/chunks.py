@@ -180,16 +180,16 @@ class Chunks:
             nominal = start - parent * (chunks * self.length - tokens)
             start = torch.minimum(nominal, parent * tokens + (tokens - self.width))
             early = nominal - start
-        # Copied chunk by chunk, which is many times faster than number by number.
-        windows = self.rows.view(-1).unfold(0, self.width, 1)
         if self.row is None:
             first = row * (parents * tokens) + start
         else:
             place, alone = self._found(self.row.flatten()[number // chunks])
             first = place * tokens + start % tokens
+        # Copied chunk by chunk, which is many times faster than number by number.
+        windows = self.rows.view(-1).unfold(0, self.width, 1)
         score = windows.index_select(0, first.flatten()).view(*chunk.shape, self.width).to(dtype)
-        top = self.maxima.flatten()[number]
-        top = top.masked_fill_(top == -math.inf, 0.0)
+        # Where there is nothing but -inf, that less any number is -inf.
+        top = self.maxima.flatten()[number].clamp_(min=torch.finfo(self.maxima.dtype).min)
         if alone is not None:
             top.masked_fill_(alone, math.inf)
         score -= top[..., None]

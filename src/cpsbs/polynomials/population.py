@@ -257,20 +257,22 @@ def _tail(population: Population) -> Tail:
     # any u that is too large, u·wanted/expected is smaller and still too large. K + ½ heads are the
     # most that is ever asked for, and a tail of mass P_1 expects at least P_1 u/(1 + u).
     log_weights = head - unit[:, None]
-    wanted, free = population.wanted(0.5), torch.full_like(unit, head.shape[-1])
+    wanted = unit.new_tensor(population.k + 0.5)
+    first = wanted / (head.shape[-1] - wanted)
     if not population.plain:
         log_weights = torch.where(head < math.inf, log_weights, -math.inf)
-        wanted, free = wanted - population.forced, free - population.forced
+        wanted = population.wanted(0.5) - population.forced
+        first = wanted / (head.shape[-1] - population.forced - wanted)
     empty = largest == -math.inf
 
     def odds(mass: Tensor | None, rounds: int) -> Tensor:
-        u = wanted / (free - wanted)
+        u = first
         for _ in range(rounds):
-            expected = torch.sigmoid(log_weights + u.log()[:, None]).sum(-1)
+            expected = torch.sigmoid(log_weights + u.log()[..., None]).sum(-1)
             if mass is not None:
-                expected += mass * u / (1 + u)
+                expected += mass * (u / (1 + u))
             u = u * (wanted / expected).clamp_(max=1.0)
-        return u.masked_fill_(empty, 0.0)
+        return u.masked_fill(empty, 0.0)
 
     # Rounded, the unit is not quite what was said above; what counts is that all use the same.
     unit = unit + population.reference
