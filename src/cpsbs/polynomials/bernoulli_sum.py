@@ -120,7 +120,7 @@ def solve_tilt(
     else:
         tilt = low + (limit.clamp(max=high) - low)[..., None] * grid
     heads = expected(tilt)
-    right = (heads < wanted[..., None]).sum(-1, keepdim=True).clamp_(1, cells)
+    right = torch.searchsorted(heads, wanted[..., None]).clamp_(1, cells)
     cell = torch.cat([right - 1, right], dim=-1)
     left, right = tilt.gather(-1, cell).unbind(-1)
     few, many = heads.gather(-1, cell).unbind(-1)
@@ -265,7 +265,7 @@ class BernoulliSum:
         product, square = p * q, (q - p).square_()
         pieces = []
         for part in self._blocks(p):
-            modulus = product[part][..., None] * circle.lift + square[part][..., None]
+            modulus = square[part][..., None].addcmul(product[part][..., None], circle.lift)
             pieces.append(modulus.reciprocal_() @ columns)
         both = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=-2)
         return q * both[..., 0] + p * both[..., 1]

@@ -27,24 +27,26 @@ def draw(population: Population, samples: int, streams: Streams) -> Tensor:
     rows, k = len(population.head), population.k
     row = numbers(rows, population.head.device).expand(samples, rows).flatten()
     accept = _tail_counts(population)
-    picked = []
-    for part in torch.split(row, 1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])):
-        items, count = _flip_head(population, accept, part, streams)
+    picked = torch.empty((len(row), k), dtype=torch.int64, device=row.device)
+    size = 1 + 4 * block_size(row.device) // (1 + population.head.shape[-1])
+    for start in range(0, len(row), size):
+        part, items = row[start : start + size], picked[start : start + size]
+        count = _flip_head(population, accept, part, items, streams)
         if population.tail is not None:
             _fill_from_tail(population, population.tail, part, items, count, streams)
-        picked.append(items)
-    return torch.cat(picked).view(samples, rows, k)
+    return picked.view(samples, rows, k)
 
 
 def _flip_head(
-    population: Population, accept: Tensor, row: Tensor, streams: Streams
-) -> tuple[Tensor, Tensor]:
-    """[A, K] the head's items, ascending, for each entry of ``row`` [A]; [A] how many there are.
+    population: Population, accept: Tensor, row: Tensor, picked: Tensor, streams: Streams
+) -> Tensor:
+    """Put the head's items, ascending, into ``picked`` [A, K] for each entry of ``row`` [A].
 
-    ``accept`` [R, K + 2] is the probability to accept a number of heads.
+    Returns [A] how many there are. ``accept`` [R, K + 2] is the probability to accept a number of
+    heads.
     """
     k, device = population.k, row.device
-    p, _ = population.law.coins(population.head)
+    p = torch.sigmoid(population.head + population.law.tilt[:, None])
     coins = p.shape[-1]
     chosen = torch.empty((len(row), coins), dtype=torch.bool, device=device)
     pending = numbers(len(row), device)
@@ -56,9 +58,9 @@ def _flip_head(
         pending = (~population.determined[row]).nonzero()[:, 0]
     budget = 1 + block_size(device) // (1 + coins)
     enough = 4 * math.ceil(math.sqrt(variance_bound(k, coins)))
-    for batch in torch.split(pending, budget):
+    for start in range(0, len(pending), budget):
         # In a search one or two attempts mostly do; flat weights need some √K of them.
-        tries = min(6, enough)
+        batch, tries = pending[start : start + budget], min(6, enough)
         while len(batch) > 0:
             source = row[batch]
             # What a stream of its own is asked for must not depend on the other rows.
@@ -72,10 +74,12 @@ def _flip_head(
             chosen[batch[done]] = flips[done, attempt[done]]
             batch, tries = batch[~accepted], min(2 * tries, enough)
     # The i-th head goes to place i; tails all go to one place too many, which is cut off.
-    place = chosen.cumsum(-1).sub_(1).masked_fill_(~chosen, k)
-    picked = torch.zeros((len(row), k + 1), dtype=torch.int64, device=device)
-    picked.scatter_(-1, place, population.head_index[row])
-    return picked[:, :k], chosen.sum(-1)
+    place = chosen.cumsum(-1)
+    count = place[:, -1].clone() if coins else torch.zeros_like(row)
+    places = torch.zeros((len(row), k + 1), dtype=torch.int64, device=device)
+    places.scatter_(-1, place.sub_(1).masked_fill_(~chosen, k), population.head_index[row])
+    picked.copy_(places[:, :k])
+    return count
 
 
 def _tail_counts(population: Population) -> Tensor:
@@ -106,16 +110,17 @@ def _fill_from_tail(
     cumulative = _cumulative(tail)
     place = numbers(k, row.device)
     budget = 1 + block_size(row.device) // (k * tail.chunk)
-    while len(pending) > 0:
-        batch, later = pending[:budget], pending[budget:]
-        owner, slot = (place >= count[batch, None]).nonzero(as_tuple=True)
-        drawn = picked[batch]
-        uniform = streams.uniform(row[batch], (k, 2))[owner, slot]
-        drawn[owner, slot] = _tail_items(population, tail, cumulative, row[batch[owner]], uniform)
-        drawn = drawn.sort(dim=-1).values
-        distinct = (drawn[:, 1:] != drawn[:, :-1]).all(-1)
-        picked[batch[distinct]] = drawn[distinct]
-        pending = torch.cat([batch[~distinct], later])
+    for start in range(0, len(pending), budget):
+        batch = pending[start : start + budget]
+        while len(batch) > 0:
+            owner, slot = (place >= count[batch, None]).nonzero(as_tuple=True)
+            source, drawn = row[batch], picked[batch]
+            uniform = streams.uniform(source, (k, 2))[owner, slot]
+            drawn[owner, slot] = _tail_items(population, tail, cumulative, source[owner], uniform)
+            drawn = drawn.sort(dim=-1).values
+            distinct = (drawn[:, 1:] != drawn[:, :-1]).all(-1)
+            picked[batch[distinct]] = drawn[distinct]
+            batch = batch[~distinct]
 
 
 def _cumulative(tail: Tail) -> Tensor:
