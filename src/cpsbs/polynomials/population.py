@@ -160,7 +160,7 @@ def wanted_heads(k: int, forced: Tensor, offset: float) -> Tensor:
 
 def finite_or_zero(x: Tensor) -> Tensor:
     """x, with 0 for what is infinite."""
-    return torch.where(x.isfinite(), x, 0.0)
+    return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 @torch.inference_mode()
@@ -257,7 +257,7 @@ def _tail(population: Population) -> Tail:
     # any u that is too large, u·wanted/expected is smaller and still too large. K + ½ heads are the
     # most that is ever asked for, and a tail of mass P_1 expects at least P_1 u/(1 + u).
     log_weights = head - unit[:, None]
-    wanted = unit.new_tensor(population.k + 0.5)
+    wanted = torch.full((), population.k + 0.5, dtype=unit.dtype, device=unit.device)
     first = wanted / (head.shape[-1] - wanted)
     if not population.plain:
         log_weights = torch.where(head < math.inf, log_weights, -math.inf)
