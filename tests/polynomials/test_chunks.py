@@ -76,6 +76,33 @@ def test_the_masses_are_those_of_all_but_the_head() -> None:
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
 
 
+@pytest.mark.parametrize("forbidden", [-1e4, -1e9, torch.finfo(torch.float32).min, -math.inf])
+def test_forbidden_tokens(forbidden: float) -> None:
+    """Where fewer candidates are allowed than the head has places, some forbidden ones are in it.
+
+    In one source of two, in chunks of their own or beside allowed ones, with parents that differ.
+    """
+    generator = torch.Generator().manual_seed(0)
+    scores = 3 * torch.randn((2, 2, 700), generator=generator)
+    scores[1, 0, 5:] = forbidden
+    scores[1, 1, 70:] = forbidden
+    chunks = read(scores, 1.0, 32, 2)
+    offset = torch.tensor([[-1.0, -2.0], [-3.0, -7.0]], dtype=torch.float64)
+    head = chunks.find_largest(offset, 40)
+    log_p = (scores.double() + offset[..., None]).flatten(1)
+    torch.testing.assert_close(head.values, log_p.topk(40, dim=-1).values, rtol=0, atol=0)
+    if forbidden == -math.inf:
+        head = chunks.find_largest(offset, 20)
+    unit = head.values[:, -1]
+    weight = (log_p - unit[:, None]).exp().scatter(-1, head.index, 0.0)
+    expected = torch.stack([weight.sum(-1), (weight**2).sum(-1)])
+    for table in (
+        chunks.masses_beside(offset, unit, head, 2),
+        chunks.masses(offset - unit[:, None], head.index.sort(dim=-1).values, 2),
+    ):
+        torch.testing.assert_close(table.sum(-1).double(), expected, rtol=1e-5, atol=1e-8)
+
+
 def test_entropy_of_rows_that_are_not_there_is_zero() -> None:
     full, mapped = two_ways(700, 64, torch.float64)
     log_prob = torch.zeros((SOURCES, PARENTS), dtype=torch.float64)

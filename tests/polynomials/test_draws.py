@@ -214,6 +214,20 @@ def test_the_law_with_a_generator_for_each_row() -> None:
     assert_frequencies(observed, ConditionalPoisson(x, 3).log_prob(subsets).exp(), draws)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_the_default_type_of_torch_does_not_matter(dtype: torch.dtype) -> None:
+    x = 2 * torch.randn((3, 5000), generator=torch.Generator().manual_seed(0))
+    expected = ConditionalPoisson(x, 6)
+    samples = expected.sample((4,), torch.Generator().manual_seed(1))
+    try:
+        torch.set_default_dtype(dtype)
+        found = ConditionalPoisson(x, 6)
+        assert torch.equal(found.sample((4,), torch.Generator().manual_seed(1)), samples)
+        assert torch.equal(found.log_inclusion, expected.log_inclusion)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_no_sample_leaves_out_a_forced_item_or_takes_an_excluded_one() -> None:
     x = torch.randn((4, 3000), generator=torch.Generator().manual_seed(0))
     x[:, 17] = float("inf")

@@ -114,7 +114,7 @@ def solve_tilt(
     """
     low, high = -math.log(2 * n + 1), math.log(2 * k + 2)
     cells = 1 + math.ceil((high - low) * math.sqrt(math.sqrt(max(1, variance_bound(k, n))) / 2))
-    grid = numbers(cells + 1, wanted.device) / cells
+    grid = numbers(cells + 1, wanted.device).to(wanted.dtype) / cells
     if limit is None:
         tilt = (low + (high - low) * grid).expand(*wanted.shape, -1)
     else:

@@ -23,6 +23,10 @@ from .bernoulli_sum import block_size
 from .largest import chunk_length, places_of_largest
 from .memory import numbers, working_memory
 
+FLOAT32_RANGE = 1000.0
+"""Largest difference of log-probabilities for which float32 is good enough. Models that forbid
+tokens by a large negative number have larger ones."""
+
 
 def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -> int:
     """The same for the candidates of a beam of K.
@@ -217,8 +221,8 @@ class Chunks:
         """The same, with what was looked at on the way.
 
         They lie in the m chunks with the largest maxima (any other chunk has m entries elsewhere
-        that are at least as large), so that no more than those are looked at one by one. They are
-        compared in the precision of the sums: items that differ by less may change places.
+        that are at least as large), so that no more than those are looked at one by one. They may
+        be compared in the precision of the sums: items that differ by less may change places.
         """
         few_chunks = self.maxima[0].numel() < kernels.MOST_CHUNKS
         if self.by_kernels and few_chunks and m <= kernels.MOST_IN_HEAD:
@@ -233,10 +237,12 @@ class Chunks:
             return Largest(values, index, None)
         tops, chosen = self._levels(offset).topk(m, dim=-1, sorted=False)
         # Relative to the lowest, so that those which hardly differ are small numbers.
-        lowest = tops.amin(-1, keepdim=True)
-        lowest.masked_fill_(lowest == -math.inf, 0.0)
-        start, inside = self.members(self._source, chosen, self.sums.dtype)
-        inside += (tops - lowest).to(inside.dtype)[..., None]
+        lowest, highest = tops.aminmax(dim=-1, keepdim=True)
+        dtype = self.sums.dtype
+        if tops.device.type != "cpu" or not bool((highest - lowest <= FLOAT32_RANGE).all()):
+            lowest, dtype = torch.zeros_like(lowest), torch.float64
+        start, inside = self.members(self._source, chosen, dtype)
+        inside += (tops - lowest).to(dtype)[..., None]
         place = places_of_largest(inside.flatten(1), m)
         index = self.at(start, place)
         values = self.take_along(index) + offset.gather(-1, index // self.shape[-1])
@@ -253,7 +259,7 @@ class Chunks:
         # The chunks that were looked at are added up again, without the head.
         weight = (inside + (lowest - unit[:, None]).to(inside.dtype)[..., None]).exp_()
         weight.flatten(1).scatter_(-1, place, 0.0)
-        again = _sums_of_powers(weight, terms)
+        again = _sums_of_powers(weight, terms).to(self.sums.dtype)
         table = self._whole_masses(self._levels(shift), terms)
         return table.scatter_(-1, chosen.expand_as(again), again)
 
@@ -273,10 +279,10 @@ class Chunks:
         first = torch.where(new, slot, 0).cummax(-1).values
         level = self._levels(shift)
         # Chunks with something excluded are added up again, without it.
-        start, weight = self.members(self._source, touched, self.sums.dtype)
-        weight += level.gather(-1, touched).to(weight.dtype)[..., None]
+        start, weight = self.members(self._source, touched)
+        weight += level.gather(-1, touched)[..., None]
         weight.exp_().flatten(1).scatter_(-1, first * self.width + excluded - start, 0.0)
-        again = _sums_of_powers(weight, terms)
+        again = _sums_of_powers(weight, terms).to(self.sums.dtype)
         again = again.gather(-1, first.expand_as(again))
         return self._whole_masses(level, terms).scatter_(-1, touched.expand_as(again), again)
 
