@@ -9,8 +9,11 @@ import re
 import statistics
 from pathlib import Path
 
+from typer.testing import CliRunner
+
 from benchmarks.estimators import tables
 from benchmarks.tables import into_readme
+from cpsbs.cli.commands import app
 from training.evaluate import shown
 
 ROOT = Path(__file__).parents[1]
@@ -26,6 +29,15 @@ def test_the_examples_run_as_written() -> None:
         with contextlib.redirect_stdout(printed):
             exec(compile(code, "README.md", "exec"), names)
         assert printed.getvalue() == expected
+
+
+def test_the_demonstration_prints_what_is_shown() -> None:
+    """On a terminal of 80 columns; numbers are rounded, so that it is so on other machines too."""
+    result = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    printed = "\n".join(line.rstrip() for line in result.stdout.splitlines())
+    (expected,) = re.findall(r"```text\n(.*?)\n```", README, re.DOTALL)
+    assert printed.strip() == expected
 
 
 def test_the_tables_are_those_of_the_last_benchmark() -> None:
