@@ -85,7 +85,11 @@ class Candidates:
         kind = torch.promote_types(rows.dtype, torch.float32)
         scaled = (part.to(kind) / self.chunks.temperature for part in parts)
         sums = [torch.special.entr(x.softmax(-1)).sum(-1, dtype=torch.float64) for x in scaled]
-        entropy = self.chunks.of_parents(torch.cat(sums), 0.0)
+        entropy, row = torch.cat(sums), self.chunks.row
+        if row is None:
+            entropy = entropy.view(self.log_prob.shape)
+        else:
+            entropy = entropy[row.clamp(max=len(rows) - 1)]
         return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
 
     def parent_of(self, index: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ weigh together, where a sample falls: each is first answered for chunks, in a ta
 smaller than the scores, and then within the few chunks that matter.
 
 The sums are in the precision of the scores, or float32 where that is less: seven digits, of numbers
-that a model knows to no more. They are added up in float64.
+that a model knows to no more.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ tokens by a large negative number have larger ones."""
 
 
 def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -> int:
-    """The same for the candidates of a beam of K.
+    """``chunk_length`` for the candidates of a beam of K.
 
     At least 64, which suits torch's softmax; a power of two for kernels, and such that the table
     of a source fits into a few of their blocks.
@@ -83,17 +83,7 @@ class Chunks:
         """[R, P, V] all of them, written down if they are not."""
         if self.row is None:
             return self.rows.view(self.shape)
-        row, alone = self._found(self.row)
-        scores = self.rows[row].masked_fill_(alone[..., None], -math.inf)
-        scores[..., 0].masked_fill_(alone, 0.0)
-        return scores
-
-    def of_parents(self, values: Tensor, alone: float) -> Tensor:
-        """[R, P] of numbers [n] for the rows, and one for parents that have none."""
-        if self.row is None:
-            return values.view(self.shape[:2])
-        row, without = self._found(self.row)
-        return values[row].masked_fill_(without, alone)
+        return _of_parents(self.rows, self.row, 0.0, -math.inf)
 
     def _found(self, row: Tensor) -> tuple[Tensor, Tensor]:
         """[...] rows that there are, and which of the ``row`` [...] are not there."""
@@ -335,12 +325,19 @@ def read(
     if row is None:
         table = (*scores.shape[:2], chunks)
         return Chunks(rows, None, temperature, length, maxima.view(table), sums.view(-1, *table))
-    place, alone = row.clamp(max=len(rows) - 1), (row == len(rows))[..., None]
-    maxima = maxima[place].masked_fill_(alone, -math.inf)
-    maxima[..., :1].masked_fill_(alone, 0.0)
-    sums = sums[:, place].masked_fill_(alone, 0.0)
-    sums[..., :1].masked_fill_(alone, 1.0)
+    maxima, sums = _of_parents(maxima, row, 0.0, -math.inf), _of_parents(sums, row, 1.0, 0.0)
     return Chunks(rows, row, temperature, length, maxima, sums)
+
+
+def _of_parents(values: Tensor, row: Tensor, first: float, others: float) -> Tensor:
+    """[..., R, P, C] of values [..., n, C] for the rows; ``first`` and then ``others`` for parents
+    that have none.
+    """
+    n = values.shape[-2]
+    values = values[..., row.clamp(max=n - 1), :]
+    alone = (row == n)[..., None]
+    values.masked_fill_(alone, others)[..., :1].masked_fill_(alone, first)
+    return values
 
 
 def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:
