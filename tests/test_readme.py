@@ -9,6 +9,7 @@ import re
 import statistics
 from pathlib import Path
 
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks.estimators import tables
@@ -32,12 +33,15 @@ def test_the_examples_run_as_written() -> None:
 
 
 def test_the_demonstration_prints_what_is_shown() -> None:
-    """On a terminal of 80 columns; numbers are rounded, so that it is so on other machines too."""
+    """On a terminal of 80 columns; another processor may round the numbers in another way."""
     result = CliRunner().invoke(app, ["demo"], env={"COLUMNS": "80"})
     assert result.exit_code == 0, result.output
     printed = "\n".join(line.rstrip() for line in result.stdout.splitlines())
     (expected,) = re.findall(r"```text\n(.*?)\n```", README, re.DOTALL)
-    assert printed.strip() == expected
+    number = r"\d+\.\d+(?:e-\d+)?"
+    assert re.sub(number, "#", printed.strip()) == re.sub(number, "#", expected)
+    found, wanted = ([float(x) for x in re.findall(number, text)] for text in (printed, expected))
+    assert found == pytest.approx(wanted, rel=2e-2)
 
 
 def test_the_tables_are_those_of_the_last_benchmark() -> None:
