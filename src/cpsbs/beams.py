@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 
@@ -108,7 +108,9 @@ class Beams:
         Sequences have the token that ends them; to drop it, use
         ``partial(tokenizer.batch_decode, skip_special_tokens=True)``.
         """
-        return [to_text(self.tokens(b)) for b in range(len(self))]
+        every = [self.tokens(b) for b in range(len(self))]
+        # A tokenizer may decode no sequences to one empty text.
+        return [to_text(tokens) if tokens else [] for tokens in every]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain lists and numbers; empty places are left out."""
@@ -127,14 +129,15 @@ class Beams:
 
     def to_json(self) -> str:
         """The same as JSON; infinities, which JSON does not know, become null."""
-        return json.dumps(_finite(self.to_dict()), allow_nan=False)
+        return json.dumps(finite_json(self.to_dict()), allow_nan=False)
 
 
-def _finite(value: Any) -> Any:
+def finite_json(value: Any) -> Any:
+    """Return the value with None for every number that JSON does not know."""
     if isinstance(value, dict):
-        return {name: _finite(v) for name, v in value.items()}
+        return {name: finite_json(v) for name, v in value.items()}
     if isinstance(value, list):
-        return [_finite(v) for v in value]
-    if isinstance(value, float) and not torch.tensor(value).isfinite():
+        return [finite_json(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -193,7 +193,7 @@ def estimate(
     norm = weights.sum(-1, keepdim=True)
     value = total.mean(0) / norm.mean(0) if normalize else total.mean(0)
     merged = [_merged(several, log_weights, b) for b in range(len(known))]
-    captured = torch.tensor([sum(math.exp(p) for _, p in m.values()) for m in merged])
+    captured = _on_cpu([sum(math.exp(p) for _, p in m.values()) for m in merged])
     if len(several) > 1:
         # Of the mean of R independent ones; of a ratio of means, by linearisation.
         error = (total - norm * value) / norm.mean(0) if normalize else total
@@ -203,13 +203,13 @@ def estimate(
             captured.to(spread.device)[:, None] > 1 - 1e-9
         )
         variance: Tensor | None = torch.where(told, spread, math.nan)
-        freedom = torch.full((len(known),), float(len(several) - 1))
+        freedom = _on_cpu([float(len(several) - 1)] * len(known))
     elif log_inclusion is None:
         scale = norm[0] if normalize else None
         rest = values[0] - value[:, None] if normalize else values[0]
         variance, freedom = one_beam_variance(several[0], weights[0], rest, unit, scale)
     else:
-        variance, freedom = None, torch.full((len(known),), math.inf)
+        variance, freedom = None, _on_cpu([math.inf] * len(known))
     scalar = all(v.ndim == 0 for table in known for v in table.values())
     seeds = [b.settings.get("seed") for b in several]
     source = "unbiased weights" if log_inclusion is None else "given inclusion"
@@ -217,8 +217,8 @@ def estimate(
         value=value[:, 0] if scalar else value,
         variance=None if variance is None else (variance[:, 0] if scalar else variance),
         freedom=freedom,
-        distinct=torch.tensor([len(m) for m in merged]),
-        effective_size=torch.tensor([_effective_size([w for w, _ in m.values()]) for m in merged]),
+        distinct=_on_cpu([len(m) for m in merged]),
+        effective_size=_on_cpu([_effective_size([w for w, _ in m.values()]) for m in merged]),
         captured=captured,
         sum_of_weights=log_weights.exp().sum(-1).mean(0).cpu(),
         function=name or str(getattr(f, "name", getattr(f, "__name__", type(f).__name__))),
@@ -299,10 +299,14 @@ def _called(
     f: Any, sequences: list[tuple[int, ...]], source: int, decode: Decode | None
 ) -> list[Tensor]:
     tokens = [list(y) for y in sequences]
-    arguments: Sequence[Any] = tokens if decode is None else decode(tokens)
-    groups = [list(arguments)] if getattr(f, "batched", False) else arguments
-    if not len(arguments):
+    if not tokens:  # a tokenizer may decode no sequences to one empty text
         return []
+    arguments: Sequence[Any] = tokens if decode is None else decode(tokens)
+    if len(arguments) != len(tokens):
+        raise ValueError(
+            f"decode returned {len(arguments)} texts for {len(tokens)} sequences of source {source}"
+        )
+    groups = [list(arguments)] if getattr(f, "batched", False) else arguments
     results: list[Any] = []
     for i, argument in enumerate(groups):
         try:
@@ -320,7 +324,7 @@ def _called(
                 f"f is batched and returned {len(results)} values for {len(arguments)} sequences"
             )
     try:
-        return [torch.as_tensor(r, dtype=torch.float64) for r in results]
+        return [torch.as_tensor(r, dtype=torch.float64, device="cpu") for r in results]
     except (TypeError, ValueError, RuntimeError) as error:
         raise ValueError(
             f"f must return numbers or vectors of numbers; it returned {results[0]!r}"
@@ -354,6 +358,11 @@ def _merged(
             before = merged.get(tuple(y), (0.0, py))[0]
             merged[tuple(y)] = (before + wy, py)
     return merged
+
+
+def _on_cpu(values: Sequence[float]) -> Tensor:
+    """[n] as a tensor on the CPU, whatever torch's default device is."""
+    return torch.tensor(values, device="cpu")
 
 
 def _effective_size(weights: Sequence[float]) -> float:

@@ -70,7 +70,7 @@ class KullbackLeibler:
         self._other, self._own, self._temperature = other, own, temperature
         self.name = f"KL to temperature {temperature}" + (", Rao–Blackwellised" if own else "")
         self._of: Beams | None = None
-        self._values = torch.empty(0)
+        self._values = torch.empty(0, device="cpu")
 
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """F of the source's sequences, [n]."""
@@ -120,7 +120,8 @@ class Bleu:
             )
         texts = _texts(beams, source, self._decode or decode)
         reference = self._references[source]
-        return torch.tensor([self._score(text, reference) for text in texts], dtype=torch.float64)
+        scores = [self._score(text, reference) for text in texts]
+        return torch.tensor(scores, dtype=torch.float64, device="cpu")
 
     def _score(self, text: str, reference: str) -> float:
         key = (text, reference)
@@ -148,7 +149,8 @@ class Probability:
         sequences: Sequence[Any] = beams.tokens(source)
         if self._decode is not None or decode is not None:
             sequences = _texts(beams, source, self._decode or decode)
-        return torch.tensor([float(bool(self._holds(y))) for y in sequences], dtype=torch.float64)
+        values = [float(bool(self._holds(y))) for y in sequences]
+        return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 def _texts(beams: Beams, source: int, decode: Decode | None) -> list[str]:
@@ -156,4 +158,5 @@ def _texts(beams: Beams, source: int, decode: Decode | None) -> list[str]:
         raise ValueError("texts need decode: from lists of tokens to texts, such as batch_decode")
     if not callable(decode) or hasattr(decode, "batch_decode"):
         raise ValueError("decode is a tokenizer; give its batch_decode")
-    return decode(beams.tokens(source))
+    tokens = beams.tokens(source)
+    return decode(tokens) if tokens else []  # a tokenizer may decode nothing to [""]

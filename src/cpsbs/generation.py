@@ -26,7 +26,7 @@ from cpsbs.beams import Beams
 from cpsbs.designs import Design
 from cpsbs.extras import required
 from cpsbs.models.moves import Moves, rows_of_value
-from cpsbs.models.transformers import NEUTRAL, TransformersModel, inherited
+from cpsbs.models.transformers import NEUTRAL, TransformersModel, inherited, refuse_empty
 from cpsbs.randomness import Generators
 from cpsbs.search import search
 
@@ -74,6 +74,7 @@ def generate(
     is another number than transformers' default of 1.
     """
     config = generation_config
+    refuse_empty(input_ids)
     _refuse(model, config)
     k = config.num_beams
     # transformers has repeated every input K times.
@@ -99,6 +100,12 @@ def generate(
 
 
 def _refuse(model: Any, config: Any) -> None:
+    if any(module.training for module in model.modules()):
+        # The encoder, if there is one, has run already.
+        raise ValueError(
+            "model is in training mode, in which dropout changes its distribution at every call; "
+            "call model.eval() before model.generate()"
+        )
     if config.num_beams < max(1, config.num_return_sequences or 1):
         raise ValueError(
             f"num_beams is {config.num_beams}; it must be at least num_return_sequences = "

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cpsbs import kernels
 from cpsbs.hypotheses import Hypotheses, Outcome
-from cpsbs.models.base import SequenceModel
+from cpsbs.models.base import SequenceModel, check_scores
 from cpsbs.randomness import Streams
 from cpsbs.recording import RecordedStep, Step
 
@@ -127,7 +127,9 @@ class FreeRows:
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """Only what goes on."""
         going = beam.open
-        self.latest = self._model.advance(self._row.gather(-1, parent)[going], beam.token[going])
+        parents = self._row.gather(-1, parent)[going]
+        scores = self._model.advance(parents, beam.token[going])
+        self.latest = check_scores(scores, len(parents), self._model, "advance")
         self._row = (going.flatten().cumsum(0) - 1).view(going.shape)
 
     def stops(self, parent: Tensor, beam: Hypotheses) -> Tensor | None:
@@ -136,7 +138,13 @@ class FreeRows:
         if stops is None:
             return None
         going = beam.open
-        ended: Tensor | None = stops(self._row.gather(-1, parent)[going], beam.token[going])
+        parents = self._row.gather(-1, parent)[going]
+        ended: Tensor | None = stops(parents, beam.token[going])
+        if ended is not None and (ended.shape != parents.shape or ended.dtype != torch.bool):
+            raise ValueError(
+                f"model.stops() returned {list(ended.shape)} of {ended.dtype}; it must return "
+                f"truth values [rows] = [{len(parents)}], or None"
+            )
         return ended
 
     def worth_dropping(self, left: int, all_sources: int) -> bool:
@@ -188,7 +196,8 @@ class FixedRows:
 
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """All of them."""
-        self.latest = self._model.step(parent, beam.token)
+        scores = self._model.step(parent, beam.token)
+        self.latest = check_scores(scores, parent.numel(), self._model, "step")
         self._begins = False
 
     def stops(self, parent: Tensor, beam: Hypotheses) -> Tensor | None:

@@ -21,7 +21,7 @@ from cpsbs.beams import Beams
 from cpsbs.beams import Step as PathStep
 from cpsbs.designs import Design, Selection
 from cpsbs.hypotheses import Hypotheses, Trail
-from cpsbs.models.base import SequenceModel
+from cpsbs.models.base import SequenceModel, check_scores
 from cpsbs.randomness import Streams
 from cpsbs.recording import RecordedStep
 from cpsbs.rows import Rows, rows_of
@@ -42,13 +42,8 @@ class Task:
     @cached_property
     def scores(self) -> Tensor:
         """[sources, V] of the first token."""
-        model, scores = self.model, self.model.start()
-        if scores.shape != (model.sources, model.vocab_size):
-            raise ValueError(
-                f"model.start() returned the shape {list(scores.shape)}; "
-                f"it must be [sources, V] = {[model.sources, model.vocab_size]}"
-            )
-        return scores
+        scores = self.model.start()
+        return check_scores(scores, self.model.sources, self.model, "start")
 
     @property
     def done(self) -> bool:

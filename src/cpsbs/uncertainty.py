@@ -44,7 +44,7 @@ def one_beam_variance(
     And [B] its degrees of freedom, where it is a sample variance. ``weight`` is relative to
     e^unit, unit [B] or [1]; ``scale`` [B, 1] is there for normalised estimates.
     """
-    many = torch.full((len(weight),), math.inf)
+    many = torch.full((len(weight),), math.inf, device="cpu")
     terms = weight[..., None] * values
     if scale is not None:
         terms = terms / scale[:, None]

@@ -296,7 +296,9 @@ def test_when_rows_are_not_fixed(
     assert not TransformersModel(model, input_ids=torch.tensor([[3]])).fix_rows(K, 5)
     model.set_attn_implementation("sdpa")
     assert Pair(model).fix(5)
-    assert not Pair(model.train()).fix(5)
+    trained = Pair(model.train())
+    assert trained.fix(5)
+    trained.agree(3)  # both ways without dropout
     monkeypatch.setattr(recorded, "ON_CPU", False)
     assert not Pair(model.eval()).fix(5)
 

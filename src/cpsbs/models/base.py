@@ -47,3 +47,33 @@ class SequenceModel(Protocol):
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """[rows, V] scores of the next token, for row ``parent[i]`` extended by ``token[i]``."""
         ...
+
+
+def check_scores(scores: object, rows: int, model: SequenceModel, call: str) -> Tensor:
+    """Return the scores if they are what ``model.start()`` or ``model.advance()`` must return.
+
+    Args:
+        scores: [rows, V] in floating point, on the model's device.
+        rows: how many rows were asked for.
+        model: whose they are.
+        call: the method that returned them, for the message.
+    """
+    if not isinstance(scores, Tensor):
+        raise ValueError(
+            f"model.{call}() returned a {type(scores).__name__}; it must return a tensor of scores"
+        )
+    if scores.shape != (rows, model.vocab_size):
+        raise ValueError(
+            f"model.{call}() returned the shape {list(scores.shape)}; "
+            f"it must be [rows, V] = {[rows, model.vocab_size]}"
+        )
+    if not scores.is_floating_point():
+        raise ValueError(
+            f"model.{call}() returned scores of {scores.dtype}; they must be floating-point numbers"
+        )
+    expected = torch.device(model.device)
+    if scores.device.type != expected.type or expected.index not in (None, scores.device.index):
+        raise ValueError(
+            f"model.{call}() returned scores on {scores.device}; model.device is {expected}"
+        )
+    return scores

@@ -38,7 +38,7 @@ class FunctionModel:
         self._function = next_log_probs
         code = getattr(next_log_probs, "__code__", None)
         self._wants_source = code is not None and "source" in code.co_varnames[: code.co_argcount]
-        self._prefix = self._source = torch.empty(0)
+        self._prefix = self._source = torch.empty(0, device=self.device)
 
     def start(self) -> Tensor:
         """The scores after the empty prefix."""

@@ -51,7 +51,6 @@ class Prefix:
             (unknown, f"it has the inputs {', '.join(sorted(unknown))}"),
             (hasattr(model, "_reorder_cache"), "it reorders its cache itself"),
             (attention not in ATTENTION, f"its attention is {attention}"),
-            (model.training, "it is in training mode"),
             (torch.is_autocast_enabled(model.device.type), "autocast is on"),
         ):
             if obstacle:

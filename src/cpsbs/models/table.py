@@ -54,7 +54,10 @@ class TableModel:
         def table() -> dict[Prefix, list[float]]:
             prefixes = (p for n in range(length) for p in itertools.product(words, repeat=n))
             return {
-                p: torch.randn(vocab_size, generator=generator).double().softmax(-1).tolist()
+                p: torch.randn(vocab_size, generator=generator, device="cpu")
+                .double()
+                .softmax(-1)
+                .tolist()
                 for p in prefixes
             }
 
@@ -94,4 +97,5 @@ class TableModel:
             p = [self.tables[source][prefix] for source, prefix in self._rows]
         except KeyError as error:
             raise ValueError(f"table has no row for the prefix {error.args[0]}") from None
-        return torch.tensor(p, dtype=torch.float64).view(-1, self.vocab_size).log()
+        scores = torch.tensor(p, dtype=torch.float64, device="cpu")
+        return scores.view(-1, self.vocab_size).log()

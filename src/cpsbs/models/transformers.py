@@ -13,12 +13,16 @@ number of rows, and the step is recorded once (``cpsbs.models.recorded``).
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cpsbs.models.moves import Moves, rows_of_value
+from cpsbs.models.processors import Criteria, Layout, Processors
 
 if TYPE_CHECKING:
     from cpsbs.models.recorded import RecordedSteps
@@ -82,7 +86,8 @@ class TransformersModel:
 
     def __init__(self, model: Any, *, logits_processor: Any = None, **inputs: Any) -> None:
         processors = [] if logits_processor is None else list(logits_processor)
-        self._begin(model, **_prepared(model, processors, **inputs))
+        prepared = _prepared(model, processors, **inputs)
+        self._begin(model, **prepared, mask_is_given=inputs.get("attention_mask") is not None)
 
     @classmethod
     def from_generate(cls, model: Any, **given: Any) -> TransformersModel:
@@ -99,12 +104,13 @@ class TransformersModel:
         processors: Any,
         criteria: Any,
         kwargs: dict[str, Any],
+        mask_is_given: bool = False,
     ) -> None:
+        if not model.config.is_encoder_decoder:
+            mask = None if mask_is_given else config.pad_token_id
+            _refuse_right_padding(input_ids, kwargs.get("attention_mask"), mask)
         self._model, self._kwargs = model, dict(kwargs)
         self.name = type(model).__name__
-        # An unfinished sequence of maximal length is an outcome here; its end is not forced.
-        self._processors = [p for p in processors if type(p).__name__ != FORCED_END]
-        self._criteria = [c for c in criteria if type(c).__name__ not in OURS]
         self.prompt, self._ids = input_ids, input_ids
         self.sources = len(input_ids)
         self.device = input_ids.device
@@ -114,6 +120,15 @@ class TransformersModel:
         )
         first_eos = self.eos[0] if self.eos else 0
         self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
+        layout = Layout(self.sources, config.num_beams, self.pad)
+        # An unfinished sequence of maximal length is an outcome here; its end is not forced.
+        wanted = [p for p in processors if type(p).__name__ != FORCED_END]
+        # Not a method: a cycle of references would keep buffers on the device for too long.
+        ended = partial(_have_ended, self.eos, input_ids.shape[-1])
+        self._processors = Processors(wanted, layout, ended)
+        others = [c for c in criteria if type(c).__name__ not in OURS]
+        self._criteria = Criteria(others, copy.copy(layout))
+        self._in_training = any(module.training for module in model.modules())
         self._source = torch.arange(self.sources, device=self.device)
         self._started, self._owns = False, False
         self._recorded: RecordedSteps | None = None
@@ -161,12 +176,14 @@ class TransformersModel:
         at_start = self._started and len(self._ids) == self.sources and self._recorded is None
         if not (on_gpu or recorded.ON_CPU) or not at_start or self._criteria or steps < 1:
             return False
-        self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart)
+        with self._evaluating():
+            self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart)
         if self._recorded is None:
             return False
         del self._kwargs[CACHE]
         if self._processors:
             self._ids = self._ids.repeat_interleave(k, dim=0)
+            self._source = self._source.repeat_interleave(k)
         return True
 
     def step(self, parent: Tensor, token: Tensor) -> Tensor:
@@ -181,16 +198,14 @@ class TransformersModel:
         """
         if self._recorded is None:
             raise ValueError("step() needs fix_rows() to have returned True")
-        scores = self._recorded.step(parent, token)
+        with self._evaluating():
+            scores = self._recorded.step(parent, token)
         if not self._processors:
             return scores
         first = torch.arange(0, parent.numel(), parent.shape[1], device=self.device)
         before = self._ids[(first[:, None] + parent).flatten()]
         self._ids = torch.cat([before, token.reshape(-1, 1)], dim=-1)
-        scores = scores.to(torch.float32, copy=True)
-        for process in self._processors:
-            scores = process(self._ids, scores)
-        return scores
+        return self._processors(self._ids, scores.to(torch.float32, copy=True), self._source)
 
     @property
     def memo(self) -> dict[Any, Any]:
@@ -207,6 +222,7 @@ class TransformersModel:
         if self._processors:
             self._ids = self._ids.view(-1, self._recorded.k, self._ids.shape[-1])[sources]
             self._ids = self._ids.flatten(0, 1)
+            self._source = self._source.view(-1, self._recorded.k)[sources].flatten()
 
     def rest(self, places: list[int]) -> None:
         """Nobody asks for the sources in these places any more; the rows are fixed."""
@@ -247,7 +263,7 @@ class TransformersModel:
     def _apart(self) -> TransformersModel:
         """A copy that can go on by itself, without processors."""
         apart = copy.copy(self)
-        apart._processors, apart._kwargs = [], dict(self._kwargs)
+        apart._processors, apart._kwargs = self._processors.without_any(), dict(self._kwargs)
         if CACHE in apart._kwargs:
             apart._kwargs[CACHE] = _shallow(apart._kwargs[CACHE])
         return apart
@@ -256,13 +272,21 @@ class TransformersModel:
         """[rows] whether a stopping criterion of the caller ends these extensions."""
         if not self._criteria:
             return None
+        if not len(parent):
+            return torch.zeros(0, dtype=torch.bool, device=self.device)
         ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
-        ended = torch.zeros(len(ids), dtype=torch.bool, device=self.device)
-        for criterion in self._criteria:
-            ended |= torch.as_tensor(criterion(ids, None), device=self.device)
-        return ended
+        return self._criteria(ids, self._source[parent])
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Switch off dropout, if there is any; to look at all modules would slow every step."""
+        trains = self._in_training or self._model.training
+        return evaluating(self._model) if trains else nullcontext()
 
     def _forward(self, first: bool) -> Tensor:
+        with self._evaluating():
+            return self._scores(first)
+
+    def _scores(self, first: bool) -> Tensor:
         use_cache = self._kwargs.get("use_cache", True) and not first
         inputs = self._model.prepare_inputs_for_generation(
             self._ids,
@@ -278,8 +302,7 @@ class TransformersModel:
         scores = logits.to(dtype=torch.float32, device=self.device)
         if scores.dtype == logits.dtype and self._processors:
             scores = scores.clone()
-        for process in self._processors:
-            scores = process(self._ids, scores)
+        scores = self._processors(self._ids, scores, self._source)
         self.vocab_size = scores.shape[-1]
         return scores
 
@@ -343,6 +366,12 @@ class TransformersModel:
             )
 
 
+def _have_ended(eos: tuple[int, ...], prompt: int, ids: Tensor) -> Tensor:
+    """[rows] whether there is an end token in these rows [rows, t], behind the prompt."""
+    ends = torch.tensor(eos, dtype=ids.dtype, device=ids.device)
+    return torch.isin(ids[:, prompt:], ends).any(-1)
+
+
 def _shallow(cache: Any) -> Any:
     """A cache of the same tensors. Layers that grow replace theirs and do not write into them."""
     cache = copy.copy(cache)
@@ -360,6 +389,7 @@ def _prepared(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any
     Settings of the checkpoint that change the distribution are set back, unless the inputs name
     them; what cannot be set back is refused.
     """
+    refuse_empty(inputs.get("input_ids"))
     own = inherited(model, model.generation_config)
     stubborn = [name for name in own if NEUTRAL[name] is None and name not in inputs]
     if stubborn:
@@ -388,7 +418,52 @@ def _prepared(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any
             "kwargs": kwargs,
         }
 
-    kept: dict[str, Any] = model.generate(
-        **inputs, **plain, logits_processor=processors, custom_generate=keep
-    )
+    with evaluating(model):
+        kept: dict[str, Any] = model.generate(
+            **inputs, **plain, logits_processor=processors, custom_generate=keep
+        )
     return kept
+
+
+def refuse_empty(input_ids: Tensor | None) -> None:
+    """Refuse a batch without sources."""
+    if input_ids is not None and not len(input_ids):
+        raise ValueError("input_ids has no rows; a search needs at least one source")
+
+
+def _refuse_right_padding(ids: Tensor, mask: Tensor | None, pad: int | None) -> None:
+    """Refuse prompts [B, t] that do not end where the model is to go on.
+
+    The mask [B, t] says what is padding. If nobody gave one, transformers takes the padding token
+    for padding, but not where it also ends sequences: then ``pad`` is looked for here. A row that
+    ends with it, where others do not, is taken to be padded.
+    """
+    padded = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    if mask is not None and mask.ndim == 2:
+        padded |= mask[:, -1] == 0
+    if pad is not None:
+        ends = ids[:, -1] == pad
+        padded |= ends & (ids != pad).any(-1) & ~ends.all()
+    if bool(padded.any()):
+        row = int(padded.nonzero()[0, 0])
+        raise ValueError(
+            f"input_ids is padded on the right in row {row}; prompts of a decoder-only model must "
+            'be padded on the left: set tokenizer.padding_side = "left", and pass the attention '
+            "mask"
+        )
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switch off dropout in a model that is being trained, and switch it on again afterwards.
+
+    With dropout there is no one distribution to sample from.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

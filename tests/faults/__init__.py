@@ -1,0 +1,1 @@
+"""What goes wrong outside the program: nothing is lost, and nothing is silently wrong."""
