@@ -44,7 +44,7 @@ class Streams:
         self.counters: Counters | None = None
         if isinstance(generator, Sequence) and kernels.usable(device):
             seeds = [_state(g) for g in generator]
-            both = torch.tensor(seeds, dtype=torch.int64).view(-1, 2).to(device)
+            both = torch.tensor(seeds, dtype=torch.int64, device="cpu").view(-1, 2).to(device)
             self.counters = Counters(both[:, 0].contiguous(), both[:, 1].contiguous())
 
     @staticmethod
@@ -55,7 +55,8 @@ class Streams:
         if device.type != "cuda" or not kernels.usable(device):
             return Streams(split_seed(seed, numbers, device), len(numbers), device)
         streams = Streams(None, len(numbers), device)
-        seeds = torch.tensor([_mixed(seed, i) % 2**63 for i in numbers], dtype=torch.int64)
+        mixed = [_mixed(seed, i) % 2**63 for i in numbers]
+        seeds = torch.tensor(mixed, dtype=torch.int64, device="cpu")
         seeds = seeds.to(device)
         streams.counters = Counters(seeds, torch.zeros_like(seeds))
         return streams
@@ -155,6 +156,22 @@ def split_seed(
     """
     numbers = range(sources) if isinstance(sources, int) else sources
     return [torch.Generator(device).manual_seed(_mixed(seed, i) % 2**63) for i in numbers]
+
+
+def shuffled(items: Tensor, uniform: Tensor) -> Tensor:
+    """[R, n] random int64 keys of the items [R, n], which are whole numbers; in [0, 1) [R, 1].
+
+    The key of an item depends on the item and on the row's random number alone, not on its place:
+    an order by these keys stays what it is when items change places.
+    """
+    return _mix(items * 0x2545F4914F6CDD1D + (uniform * 2.0**53).long())
+
+
+def _mix(bits: Tensor) -> Tensor:
+    """Splitmix64 of int64 numbers, whose products wrap around."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        bits = (bits ^ ((bits >> shift) & (2 ** (64 - shift) - 1))) * (factor - 2**64)
+    return bits ^ ((bits >> 31) & (2**33 - 1))
 
 
 def _mixed(seed: int, i: int) -> int:

@@ -9,12 +9,15 @@ sum to one.
 
 On [0, μ_b) the probable candidates, those among the K largest, come first, and chunks of all others
 after them: both in random order, and the tokens of a chunk too, so that equally spaced points never
-keep step with f.
+keep step with f. The order of the probable ones is drawn by what they are (parent and token), not
+by their ranks: candidates of almost the same probability change ranks with the last digit of a
+score, and a draw must not depend on that.
 
 With no heavy candidate and one place for each parent every hypothesis goes on as an ancestral
 sample; with little entropy it enumerates. The offsets s of the parents are spread over [0, 1) as
 evenly as can be, in random order: one for all of them would make all hypotheses lucky or unlucky
-together.
+together. Parents count as far as there is something to choose among their light candidates, so that
+it makes no difference whether a candidate with c·u = 1 is called heavy or light.
 """
 
 from __future__ import annotations
@@ -27,7 +30,10 @@ from torch import Tensor
 from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
-from cpsbs.randomness import BELOW_ONE, Streams
+from cpsbs.randomness import BELOW_ONE, Streams, shuffled
+
+SOME_DOUBT = 0.05
+"""The variance from which on a parent counts in full when offsets are spread."""
 
 
 class Stratified(DrawingDesign):
@@ -47,9 +53,10 @@ class Stratified(DrawingDesign):
         slot = torch.arange(k, device=targets.index.device)
         is_heavy = slot < targets.heavy[:, None]
         row = torch.arange(sources, device=slot.device)
-        pieces = (1 + 2 * parents, k, targets.chunk_sums.shape[-1], targets.chunk)
-        uniform, *shuffles = streams.uniform(row, (sum(pieces),)).split(pieces, dim=-1)
-        of_largest, of_chunks, in_chunk = (x.argsort(-1) for x in shuffles)
+        pieces = (3, 2 * parents, targets.chunk_sums.shape[-1], targets.chunk)
+        drawn, offsets, *shuffles = streams.uniform(row, (sum(pieces),)).split(pieces, dim=-1)
+        of_chunks, in_chunk = (x.argsort(-1) for x in shuffles)
+        of_largest = shuffled(targets.index, drawn[:, 1:2]).argsort(-1)
 
         # What lies on [0, μ_b): the light ones among the K largest, then all others by chunks.
         light = (targets.scale[:, None] * targets.worth * ~is_heavy).gather(-1, of_largest)
@@ -62,14 +69,17 @@ class Stratified(DrawingDesign):
         number = slot - targets.heavy[:, None]  # of a light place
         end = size.cumsum(-1)
         total = end[:, -1:].clamp(min=2.0**-1000)
-        point = (uniform[:, :1] + number) / (k - targets.heavy[:, None]).clamp(min=1) * total
+        point = (drawn[:, :1] + number) / (k - targets.heavy[:, None]).clamp(min=1) * total
         parent = torch.searchsorted(end, point * BELOW_ONE, right=True).clamp_(max=parents - 1)
 
         # How many places a parent has, and which of them this one is.
         same = (parent[:, :, None] == parent[:, None, :]) & ~is_heavy[:, None, :]
         before = (same & (slot < slot[:, None])).sum(-1)
         times = torch.zeros_like(size).scatter_add_(-1, parent, (~is_heavy).to(size.dtype))
-        start = _starts(size, times, uniform[:, 1:].view(sources, 2, parents))
+        # The variance of independent light picks: what there is to choose.
+        doubt = torch.where(own, (light * (1 - light))[:, None, :], 0.0).sum(-1) + chunks[..., -1]
+        share = torch.where(times > 0, (doubt / SOME_DOUBT).clamp(max=1.0), 0.0)
+        start = _starts(size, times, share, drawn[:, 2:], offsets.view(sources, 2, parents))
         mu = size.gather(-1, parent)
         at = (start.gather(-1, parent) + before).minimum(mu * BELOW_ONE)
 
@@ -95,14 +105,16 @@ class Stratified(DrawingDesign):
         )
 
 
-def _starts(size: Tensor, times: Tensor, uniform: Tensor) -> Tensor:
+def _starts(size: Tensor, times: Tensor, share: Tensor, turn: Tensor, uniform: Tensor) -> Tensor:
     """[R, P] s for each parent, given how many points [R, P] it has.
 
-    With m parents that have any, one lies in each of the m equal parts of its range.
+    The parents divide a circle among them, in random order, each as large a part as its ``share``
+    [R, P]; s lies anywhere in the parent's part, and the circle is turned by ``turn`` [R, 1].
     """
-    some = times > 0
-    rank = (uniform[:, 0] + 2.0 * ~some).argsort(-1).argsort(-1)
-    even = (rank + uniform[:, 1]) / some.sum(-1, keepdim=True).clamp(min=1)
+    order = uniform[:, 0].argsort(-1)
+    ends = torch.empty_like(share).scatter_(-1, order, share.gather(-1, order).cumsum(-1))
+    whole = share.sum(-1, keepdim=True).clamp(min=2.0**-1000)
+    even = ((ends - uniform[:, 1] * share) / whole + turn) % 1.0
     rest = size - size.floor()
     return torch.where(times > size.floor(), even * rest, rest + even * (1 - rest))
 
