@@ -19,6 +19,9 @@ from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Generators, Streams, fresh_seed
 from cpsbs.runs import Plan, Run, Task, Tasks, collected
 
+LEAST_TEMPERATURE = 1e-20
+"""Scores that are divided by less than this overflow in float32."""
+
 
 def search(
     model: SequenceModel,
@@ -198,7 +201,10 @@ def check_settings(k: int, max_length: int, temperature: float, nucleus: float |
         raise ValueError(f"k is {k!r}; allowed are integers from 1 on")
     if max_length < 1:
         raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    if not 0 < temperature < math.inf:
-        raise ValueError(f"temperature is {temperature}; allowed are finite numbers above 0")
+    if not LEAST_TEMPERATURE <= temperature < math.inf:
+        raise ValueError(
+            f"temperature is {temperature}; allowed are finite numbers from {LEAST_TEMPERATURE} on "
+            "(for the most probable sequences, use the design 'top-k')"
+        )
     if nucleus is not None and not 0 < nucleus <= 1:
         raise ValueError(f"nucleus is {nucleus}; allowed are numbers above 0, up to 1, and None")

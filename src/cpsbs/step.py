@@ -93,5 +93,7 @@ def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tens
         return scores
     ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
     before = ordered.cumsum(-1) - ordered
-    keep = torch.empty_like(before, dtype=torch.bool).scatter_(-1, order, before < nucleus)
+    inside = before < nucleus
+    inside[..., 0] = True  # the most probable token, also where the mass rounds to zero
+    keep = torch.empty_like(inside).scatter_(-1, order, inside)
     return scores.masked_fill(~keep, -math.inf)

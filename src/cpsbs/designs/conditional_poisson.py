@@ -143,9 +143,9 @@ class ConditionalPoisson:
     @property
     def log_normalizer(self) -> Tensor:
         """[...] log Z = log e_K(w) (eq:naive); over the free items, where some are forced."""
-        population = self._population
-        scale = (self.k - population.forced) * population.reference
-        return self._relative_log_normalizer + scale.view(self.batch_shape)
+        if self._wants_gradient:
+            return gradients.apply(gradients.LogNormalizer, self)
+        return self._log_normalizer
 
     @property
     def log_inclusion(self) -> Tensor:
@@ -181,9 +181,9 @@ class ConditionalPoisson:
             log_q = normalizer.log_prob(self._population, self._relative_weights(index))
         if self._wants_gradient:
             # The same, less accurately, for the sake of its gradient.
-            y = self._relative_weights(index, self.log_weights)
-            product = torch.where(y.isfinite(), y, 0.0).sum(-1)
-            path = product - self._relative_log_normalizer.view(-1)
+            x = _gathered(self.log_weights.reshape(self._population.log_weights.shape), index)
+            product = torch.where(x.isfinite(), x, 0.0).sum(-1)
+            path = product - self.log_normalizer.view(-1)
             log_q = log_q + (path - path.detach())
         return log_q.view(self._shape_of(subset)[:-1])
 
@@ -266,10 +266,8 @@ class ConditionalPoisson:
         return self.log_weights.requires_grad and torch.is_grad_enabled()
 
     @property
-    def _relative_log_normalizer(self) -> Tensor:
-        """[...] log Z of the weights relative to their references."""
-        if self._wants_gradient:
-            return gradients.apply(gradients.RelativeLogNormalizer, self)
+    def _log_normalizer(self) -> Tensor:
+        """[...] log Z, without its gradient."""
         return normalizer.log_normalizer(self._population).view(self.batch_shape)
 
     @cached_property
@@ -300,12 +298,9 @@ class ConditionalPoisson:
         out[some] = rows[some] + rows[some].sum(-1, keepdim=True) * change
         return out.masked_fill(self._population.log_weights == math.inf, 0.0).view(vector.shape)
 
-    def _relative_weights(self, index: Tensor, log_weights: Tensor | None = None) -> Tensor:
+    def _relative_weights(self, index: Tensor) -> Tensor:
         """[S, R, m] relative log-weights of the items index [S, R, m]."""
-        rows = self._population.log_weights
-        if log_weights is not None:
-            rows = log_weights.reshape(rows.shape)
-        return self._population.relative(rows.expand(len(index), -1, -1).gather(-1, index))
+        return self._population.relative(_gathered(self._population.log_weights, index))
 
     def _shape_of(self, indices: Tensor) -> torch.Size:
         if indices.shape[:-1] == self.batch_shape:
@@ -371,6 +366,11 @@ def _checked_k(name: str, values: Tensor, k: int) -> int:
     if not 0 <= number <= values.shape[-1]:
         raise ValueError(f"k is {k!r}; allowed are the integers from 0 to N = {values.shape[-1]}")
     return number
+
+
+def _gathered(rows: Tensor, index: Tensor) -> Tensor:
+    """[S, R, m] the entries index [S, R, m] of rows [R, N]."""
+    return rows.expand(len(index), -1, -1).gather(-1, index)
 
 
 def _anneal(log_weights: Tensor, k: int, anneal: float) -> Tensor:

@@ -45,20 +45,20 @@ def _example(
     design: Design, parents: int, tokens: int, k: int, generator: torch.Generator
 ) -> Candidates:
     """The same candidates for many sources; where there is room, one of them impossible."""
-    log_prob = torch.randn(parents, generator=generator).double().log_softmax(-1)
-    scores = 2 * torch.randn((parents, tokens), generator=generator).double()
+    log_prob = torch.randn(parents, generator=generator, device="cpu").double().log_softmax(-1)
+    scores = 2 * torch.randn((parents, tokens), generator=generator, device="cpu").double()
     if tokens > k:
         scores[0, 0] = -math.inf
     streams = Streams(generator, DRAWS, torch.device("cpu"))
     return Candidates(
         log_prob=log_prob.expand(DRAWS, parents),
         chunks=read(scores.expand(DRAWS, parents, tokens), 1.0, tokens, design.power_sums),
-        finished=torch.zeros((DRAWS, parents), dtype=torch.bool),
+        finished=torch.zeros((DRAWS, parents), dtype=torch.bool, device="cpu"),
         state={
             name: value if value.shape[-1] == parents else value.expand(DRAWS, parents).clone()
-            for name, value in design.begin(k, streams, torch.arange(DRAWS)).items()
+            for name, value in design.begin(k, streams, torch.arange(DRAWS, device="cpu")).items()
         },
-        log_inclusion=torch.zeros((DRAWS, parents), dtype=torch.float64),
+        log_inclusion=torch.zeros((DRAWS, parents), dtype=torch.float64, device="cpu"),
     )
 
 
@@ -86,7 +86,9 @@ def _check_inclusion(candidates: Candidates, selection: Selection, k: int) -> No
     here = selection.present
     index, pi = selection.index[here], selection.log_inclusion[here].exp()
     times = torch.bincount(index, minlength=n).double()
-    mean = torch.zeros(n, dtype=torch.float64).index_add_(0, index, pi) / times.clamp(min=1)
+    mean = torch.zeros(n, dtype=torch.float64, device="cpu").index_add_(0, index, pi) / times.clamp(
+        min=1
+    )
     spread = float((pi - mean[index]).abs().max())
     if spread > 1e-9:
         raise ValueError(f"the inclusion probability of a candidate varies by {spread}")

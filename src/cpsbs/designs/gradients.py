@@ -25,14 +25,14 @@ def apply(function: type[torch.autograd.Function], design: ConditionalPoisson) -
     return value
 
 
-class RelativeLogNormalizer(torch.autograd.Function):
+class LogNormalizer(torch.autograd.Function):
     """∂ log Z / ∂ log w_n = π_n (eq:incl-from-grad, read backwards)."""
 
     @staticmethod
     def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
         ctx.save_for_backward(log_weights)
         ctx.design = design
-        return design._relative_log_normalizer
+        return design._log_normalizer
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

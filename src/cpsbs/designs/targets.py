@@ -23,6 +23,9 @@ from torch import Tensor
 from cpsbs.designs.base import Candidates
 from cpsbs.polynomials.population import finite_or_zero
 
+FORBIDDEN = 1e12
+"""Difference of log-probabilities beyond which float64 no longer holds four digits of log c."""
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -81,5 +84,6 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
     light = worth * count < left
     heavy = light.long().cumsum(-1).eq(0).sum(-1)
     scale = (count / left).gather(-1, heavy.clamp(max=k - 1)[:, None])[:, 0]
-    few = rest == 0
+    # Tokens that a model forbids by a large negative number count as none.
+    few = (rest == 0) | (values[:, 0] - values[:, -1] > FORBIDDEN)
     return Targets(offset, reference, index, worth, heavy, scale, chunk_sums, chunk, few)

@@ -43,4 +43,4 @@ def numbers(n: int, device: torch.device) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _counted(n: int) -> Tensor:
     with torch.inference_mode(False):
-        return torch.arange(n)
+        return torch.arange(n, device="cpu")

@@ -19,9 +19,14 @@ from .population import Population
 
 
 def log_normalizer(population: Population) -> Tensor:
-    """[R] log Z of the weights relative to their references, over the items that are not forced."""
+    """[R] log Z of the weights as they were given, over the items that are not forced."""
     chosen = population.top & (population.head < math.inf)
-    return torch.where(chosen, population.head, 0.0).sum(-1) + surprisal_of_top(population)
+    row = torch.arange(len(chosen), device=chosen.device)[:, None]
+    log_weights = population.weights.take(row, population.head_index)
+    # Halved often enough that no partial sum overflows; powers of two change no digit.
+    part = 0.5 ** population.k.bit_length()
+    product = torch.where(chosen, log_weights * part, 0.0).sum(-1) / part
+    return product + surprisal_of_top(population)
 
 
 def surprisal_of_top(population: Population) -> Tensor:

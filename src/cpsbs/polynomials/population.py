@@ -203,7 +203,9 @@ def _with_head(weights: Weights, k: int, size: int, name: str) -> Population:
         # The K-th largest is forced only if all places are.
         reference = torch.where(reference == math.inf, ranked[:, k + 1], reference)
         reference = finite_or_zero(reference)
-    ranked = ranked - reference[:, None]
+    # A finite weight may be too far above the reference for a number, and is not forced by that.
+    far = (ranked < math.inf) & (ranked - reference[:, None] == math.inf)
+    ranked = (ranked - reference[:, None]).masked_fill_(far, torch.finfo(ranked.dtype).max)
     index, order = index.sort(dim=-1)
     return Population(
         weights=weights,
