@@ -99,7 +99,7 @@ def test_models_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="whose tokenizer has 65 tokens for 15 of the model"):
         cpsbs.load(folder)
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
-    with pytest.raises(ValueError, match="allowed are en-fr"):
+    with pytest.raises(ValueError, match=r"whose weights cannot be loaded .* header too large"):
         cpsbs.load(folder)
 
 

@@ -19,22 +19,16 @@ from torch.nn.utils.rnn import pad_sequence
 
 from cpsbs.beams import Beams
 from cpsbs.designs import Design
-from cpsbs.extras import required
 from cpsbs.inclusion import Models
+from cpsbs.loading import EMBEDDED as EMBEDDED
+from cpsbs.loading import embedded_models as embedded_models
+from cpsbs.loading import limit, pretrained
 from cpsbs.models.transformers import TransformersModel
 from cpsbs.randomness import Streams, fresh_seed
 from cpsbs.search import search_each
 
-EMBEDDED = Path(__file__).parent / "embedded"
-"""The models that come with the package, a folder each."""
-
 MAX_LENGTH = 128
 """The most new tokens where nothing is said, if the model has room for them."""
-
-
-def embedded_models() -> list[str]:
-    """Their names."""
-    return sorted(folder.parent.name for folder in EMBEDDED.glob("*/config.json"))
 
 
 def demonstration() -> list[tuple[str, str]]:
@@ -57,16 +51,15 @@ class TextModel:
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that the model takes, if it says so.
+        """The most tokens that the model takes, or None if neither it nor the tokenizer says so.
 
         For a decoder-only model the prompt and what follows count together.
         """
-        stated = [
+        stated = (
             getattr(self.model.config, "max_position_embeddings", None),
-            self.tokenizer.model_max_length,
-        ]
-        limits = [n for n in stated if n is not None and n < 10**9]
-        return min(limits, default=None)
+            getattr(self.tokenizer, "model_max_length", None),
+        )
+        return min(filter(None, map(limit, stated)), default=None)
 
     @property
     def usual_length(self) -> int:
@@ -190,12 +183,20 @@ class TextModel:
     @property
     def _padding(self) -> int:
         """A token that nothing attends to."""
-        known = (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id)
-        return next((token for token in known if token is not None), 0)
+        names = ("pad_token_id", "eos_token_id")
+        known = (getattr(self.tokenizer, name, None) for name in names)
+        return next((token for token in known if isinstance(token, int)), 0)
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """With those that the tokenizer adds."""
-        tokens: list[list[int]] = self.tokenizer(list(texts)).input_ids if texts else []
+        """Return the tokens of every text, with those that the tokenizer adds."""
+        for i, text in enumerate(texts):
+            _check_text(i, text)
+        if not texts:
+            return []
+        try:
+            tokens: list[list[int]] = self.tokenizer(list(texts)).input_ids
+        except Exception as error:  # the library behind it has no kinds of errors
+            raise ValueError(f"the tokenizer of {self.name} cannot split texts: {error}") from error
         return tokens
 
     def _sequence_model(self, tokens: list[list[int]]) -> TransformersModel:
@@ -205,7 +206,7 @@ class TextModel:
         def padded(rows: list[Tensor], value: int) -> Tensor:
             return pad_sequence(rows, True, value, padding_side=side).to(self.model.device)
 
-        ids = [torch.tensor(row, dtype=torch.int64) for row in tokens]
+        ids = [torch.tensor(row, dtype=torch.int64, device="cpu") for row in tokens]
         model = TransformersModel(
             self.model,
             input_ids=padded(ids, self._padding),
@@ -223,7 +224,9 @@ class TextModel:
         return of
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Lists of tokens as texts, without the tokens that are no text."""
+        """Return lists of tokens as texts, without the tokens that are no text."""
+        if len(sequences) == 0:  # which transformers takes for one sequence without tokens
+            return []
         texts: list[str] = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
         return texts
 
@@ -258,6 +261,16 @@ class TextModel:
             raise ValueError(f"texts[{i}] {reason}")
 
 
+def _check_text(number: int, text: object) -> None:
+    """Refuse what no tokenizer takes."""
+    if not isinstance(text, str):
+        raise ValueError(f"texts[{number}] is a {type(text).__name__}; it must be a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"texts[{number}] is not Unicode text: {error}") from error
+
+
 def _counted_through(batches: Iterable[Sequence[str]]) -> Iterator[range]:
     """The numbers of the texts."""
     first = 0
@@ -273,70 +286,17 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
 ) -> TextModel:
-    """A model and its tokenizer, sequence-to-sequence or causal.
+    """Load a model and its tokenizer, sequence-to-sequence or causal.
+
+    Weights are read from safetensors files only. A checkpoint whose parts do not fit together is
+    refused with a ``ValueError``.
 
     Args:
-        name: of an embedded model (``en-fr``), a folder, or an id on the Hugging Face hub. Weights
-            are read from safetensors only.
-        device: a GPU if there is one, else the CPU.
-        dtype: float32 on a CPU, else what the weights are stored in.
+        name: an embedded model (``en-fr``), a folder, or an id on the Hugging Face hub.
+        device: where the model computes; a GPU if there is one, else the CPU.
+        dtype: float32, float16, bfloat16 or float64, or "auto" for what the weights are stored in;
+            float32 on a CPU and "auto" elsewhere if it is None.
         trust_remote_code: whether a model may bring code of its own, which would be run.
     """
-    required("transformers", "transformers")
-    from transformers import (
-        AutoConfig,
-        AutoModelForCausalLM,
-        AutoModelForSeq2SeqLM,
-        AutoTokenizer,
-    )
-
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device}, but torch finds no GPU here")
-    if dtype is None:
-        dtype = torch.float32 if place.type == "cpu" else "auto"
-    name = str(name)
-    where = str(EMBEDDED / name) if name in embedded_models() else name
-    code = {"trust_remote_code": trust_remote_code}
-    try:
-        config = AutoConfig.from_pretrained(where, **code)
-        kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model, loading = kind.from_pretrained(
-            where,
-            config=config,
-            dtype=dtype,
-            use_safetensors=True,
-            output_loading_info=True,
-            **code,
-        )
-        tokenizer: Any = AutoTokenizer.from_pretrained(where, **code)
-    except Exception as error:  # of many kinds, for many reasons
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ValueError(
-            f"name is {name!r}; allowed are {', '.join(embedded_models())}, the folder of a model, "
-            f"or an id on the Hugging Face hub ({reason})"
-        ) from error
-    _check_model(name, model, tokenizer, loading["missing_keys"])
-    return TextModel(name, model.to(place).eval(), tokenizer)
-
-
-def _check_model(name: str, model: Any, tokenizer: Any, missing: Sequence[str]) -> None:
-    """Refuse what would be sampled from without making sense."""
-    if missing:
-        raise ValueError(
-            f"name is {name!r}, which has no weights for {sorted(missing)[0]} and others: it is no "
-            "model that generates text"
-        )
-    if getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"name is {name!r}, a {type(model).__name__}: models with a recurrent state cannot "
-            "follow several hypotheses"
-        )
-    size = model.get_input_embeddings().weight.shape[0]
-    if not 1 < len(tokenizer) <= size:
-        raise ValueError(
-            f"name is {name!r}, whose tokenizer has {len(tokenizer)} tokens for {size} of the "
-            "model; does the folder have the right one?"
-        )
+    model, tokenizer = pretrained(name, device, dtype, trust_remote_code)
+    return TextModel(str(name), model, tokenizer)

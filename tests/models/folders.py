@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,33 @@ def encoder_folder(folder: Path) -> Path:
     """A BERT without a head."""
     sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     return _saved(BertModel(BertConfig(vocab_size=len(WORDS) + 3, **sizes)), folder)
+
+
+def tiny_folder(folder: Path, kind: str) -> Path:
+    """One of the models in ``tiny.MODELS``, with the same weights every time."""
+    return _saved(tiny.make(kind, len(WORDS) + 3), folder)
+
+
+def with_settings(folder: Path, file: str, **changes: Any) -> Path:
+    """Change some entries of a JSON file in the folder."""
+    path = folder / file
+    settings = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps(settings | changes))
+    return folder
+
+
+def hub_cache(folder: Path, cache: Path, name: str) -> Path:
+    """Lay out a folder as the hub's cache does, links and all; return the snapshot."""
+    repository = cache / f"models--{name.replace('/', '--')}"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    for place in (repository / "refs", repository / "blobs", snapshot):
+        place.mkdir(parents=True)
+    (repository / "refs" / "main").write_text("a" * 40)
+    for file in folder.iterdir():
+        blob = repository / "blobs" / file.name
+        blob.write_bytes(file.read_bytes())
+        (snapshot / file.name).symlink_to(blob)
+    return snapshot
 
 
 def _saved(model: Any, folder: Path) -> Path:
