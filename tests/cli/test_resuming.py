@@ -110,7 +110,7 @@ JOB = {"seed": 1, "k": 2}
 
 def begun(file: Path, *numbers: int) -> ResumableFile:
     """A file of five records, with some of them written."""
-    sink = ResumableFile(file, JOB, 5)
+    sink = ResumableFile(file, JOB, range(5))
     if numbers:
         sink.write([{"number": n, "settings": {}} for n in numbers])
     return sink
@@ -129,54 +129,42 @@ def test_a_line_cut_short_does_not_count(left: bytes, tmp_path: Path) -> None:
     numbers = [json.loads(line)["number"] for line in file.read_bytes().splitlines()]
     assert numbers == [0, 1, 2, 3, 4]
     assert [f.name for f in tmp_path.iterdir()] == ["out.jsonl"]
-    assert ResumableFile(file, JOB, 5).complete
+    assert ResumableFile(file, JOB, range(5)).complete
 
 
-@pytest.mark.parametrize("cut", range(0, 28, 3))
+@pytest.mark.parametrize("cut", range(0, 71, 7))
 def test_a_crash_before_the_first_record(cut: int, tmp_path: Path) -> None:
     file, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     begun(file).close()
     whole = partial.read_bytes()
-    assert len(whole) >= 28
+    assert len(whole) > 70
     partial.write_bytes(whole[:cut])
     begun(file, 0).close()
     with closing(begun(file)) as sink:
         assert sink.done == {0}
-    assert partial.read_bytes().startswith(whole)
+    assert json.loads(partial.read_bytes().splitlines()[0])["job"] == JOB
 
 
 def test_a_command_that_got_nowhere_is_in_nobodys_way(tmp_path: Path) -> None:
     begun(tmp_path / "out.jsonl").close()
-    with closing(ResumableFile(tmp_path / "out.jsonl", {"seed": 2}, 5)) as sink:
+    with closing(ResumableFile(tmp_path / "out.jsonl", {"seed": 2}, range(5))) as sink:
         sink.write([{"number": 0, "settings": {}}])
-    with pytest.raises(ValueError, match="it differs in k, seed"):
+    with pytest.raises(ValueError, match=r"in k \(None there, 2 here\), seed \(2 there, 1 here\)"):
         begun(tmp_path / "out.jsonl")
-
-
-def test_a_last_step_that_fails_loses_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "out.jsonl"
-    (tmp_path / "out.jsonl.whole").mkdir()  # in the way
-    with closing(begun(file, *range(5))) as sink, pytest.raises(OSError, match="whole"):
-        sink.finish()
-    (tmp_path / "out.jsonl.whole").rmdir()
-    with closing(begun(file)) as again:
-        assert len(again.done) == 5
-        again.finish()
-    assert file.exists()
 
 
 def test_what_is_not_of_this_job_is_not_touched(tmp_path: Path) -> None:
     file, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     begun(file, 0).close()
     before = partial.read_bytes()
-    with pytest.raises(ValueError, match="it differs in k, temperature"):
-        ResumableFile(file, {"seed": 1, "k": 3, "temperature": 0.5}, 5)
+    with pytest.raises(ValueError, match=r"it differs in k \(2 there, 3 here\), temperature"):
+        ResumableFile(file, {"seed": 1, "k": 3, "temperature": 0.5}, range(5))
     with closing(begun(file)) as sink, pytest.raises(RuntimeError, match="1 of 5 results"):
         sink.finish()
     assert partial.read_bytes() == before
     for notes in ("my notes\n", "my notes", '{"job": "mine"}\n'):
         partial.write_text(notes)
-        with pytest.raises(ValueError, match="is not of cpsbs"):
+        with pytest.raises(ValueError, match="was not written by cpsbs"):
             begun(file)
         assert partial.read_text() == notes
     file.write_text("my own\n")

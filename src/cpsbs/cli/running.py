@@ -14,13 +14,15 @@ from typing import Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
 from cpsbs import __version__
 from cpsbs.cli.batches import Work, go_through, refill_size
 from cpsbs.cli.draws import Draw
 from cpsbs.cli.inputs import refuse
 from cpsbs.cli.outputs import InOrder, Record, ResumableFile, Sink
+from cpsbs.cli.stored import to_line
+from cpsbs.cli.terminal import tell, visible, visible_json
+from cpsbs.fingerprint import model_fingerprint
 from cpsbs.text import TextModel
 
 EPILOG = (
@@ -33,25 +35,35 @@ class LinesLeftOutError(Exception):
     """Some of the lines were skipped."""
 
 
+class ReaderGoneError(Exception):
+    """Whoever read standard output has closed it."""
+
+
 @contextmanager
 def errors_told() -> Iterator[None]:
-    """An error is a line on standard error, and an exit status."""
-    say = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
+    """Tell an error in a line on standard error, and turn it into an exit status."""
     try:
         yield
-    except (ValueError, ImportError, OSError, RuntimeError) as error:
-        if isinstance(error, BrokenPipeError):
-            # Whoever read has had enough; nothing more can be written, not even at the end.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from error
-        message = " ".join(str(error).split()) or type(error).__name__
-        say.print(f"[bold red]error:[/] {escape(message)}")
+    except ReaderGoneError as gone:
+        # The reader has had enough; nothing more can be written, not even at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from gone
+    except (
+        ArithmeticError,
+        AssertionError,
+        ImportError,
+        MemoryError,
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:
+        tell("error", str(error) or type(error).__name__)
         raise typer.Exit(1) from error
     except LinesLeftOutError as left_out:
-        say.print(f"[bold yellow]note:[/] {escape(str(left_out))}")
+        tell("note", str(left_out))
         raise typer.Exit(3) from left_out
     except KeyboardInterrupt as stop:
-        say.print("[bold yellow]stopped.[/] With --output, the same command goes on from here.")
+        tell("stopped", "the same command goes on from here, if it keeps results in a file")
         raise typer.Exit(130) from stop
 
 
@@ -75,15 +87,16 @@ class Task:
     """What else the results depend on."""
 
     def job(self) -> Record:
-        """All that the results depend on, but for rounding."""
-        content = json.dumps([self.texts, self.references], ensure_ascii=False)
-        folder = Path(self.model.name)
+        """Return all that the results depend on, to the last digit on the same machine."""
+        content = json.dumps([self.texts, self.references])
         return {
             **asdict(self.draw),
             "design": repr(self.draw.design),
-            "model": str(folder.resolve()) if folder.is_dir() else self.model.name,
+            "model": self.model.name,
+            "model_content": model_fingerprint(self.model.name, self.model.model.config),
             "dtype": str(self.model.model.dtype),
             "device": self.model.model.device.type,
+            "batch_size": self.batch_size,
             "input": hashlib.sha256(content.encode()).hexdigest()[:16],
             "version": __version__,
             **self.more,
@@ -99,16 +112,18 @@ class Task:
             refuse(wrong, ": no line is left")
         say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
         if self.output is None:
-            self._go(InOrder(self.show, numbers), numbers)
+            # Closing it shows what is done, also when the work is stopped.
+            with closing(InOrder(self.show, numbers)) as shown_in_order:
+                self._go(shown_in_order, numbers)
         else:
-            sink = ResumableFile(self.output, self.job(), len(numbers))
-            if sink.complete:
-                say.print(f"{self.output} is complete already.")
-            else:
-                if sink.done:
-                    say.print(f"Going on: {len(sink.done):,} of {len(numbers):,} are there.")
-                self._go(sink, numbers)
-                say.print(f"{len(numbers):,} texts are in {self.output}.")
+            with closing(ResumableFile(self.output, self.job(), numbers)) as sink:
+                if sink.complete:
+                    say.print(visible(f"{self.output} is complete already."))
+                else:
+                    if sink.done:
+                        say.print(f"Going on: {len(sink.done):,} of {len(numbers):,} are there.")
+                    self._go(sink, numbers)
+                    say.print(visible(f"{len(numbers):,} texts are in {self.output}."))
         if wrong:
             number, reason = next(iter(wrong.items()))
             raise LinesLeftOutError(
@@ -119,13 +134,12 @@ class Task:
         lengths = [len(text) for text in self.texts]
         # Progress and results on one terminal would get in each other's way.
         alone = self.output is not None or not sys.stdout.isatty()
-        with closing(sink):
-            size = self.batch_size
-            # On a GPU new texts join those that are not through, as soon as there is room.
-            joins = self.together and self.model.model.device.type == "cuda"
-            refill = refill_size(size) if joins else size
-            go_through(self.work, lengths, numbers, size, refill, sink, progress=alone)
-            sink.finish()
+        size = self.batch_size
+        # On a GPU new texts join those that are not through, as soon as there is room.
+        joins = self.together and self.model.model.device.type == "cuda"
+        refill = refill_size(size) if joins else size
+        go_through(self.work, lengths, numbers, size, refill, sink, progress=alone)
+        sink.finish()
 
 
 def shown(json_lines: bool, as_seen: Callable[[Record], Any]) -> Callable[[Record], None]:
@@ -142,6 +156,12 @@ def for_programs(json_lines: bool) -> bool:
 
 
 def print_json(record: Record) -> None:
-    """For a program."""
-    sys.stdout.write(json.dumps(record, ensure_ascii=False) + "\n")
-    sys.stdout.flush()
+    """Print a record as a line of JSON, for a program to read."""
+    try:
+        sys.stdout.write(visible_json(to_line(record).decode()))
+        sys.stdout.flush()
+    except BrokenPipeError as error:
+        raise ReaderGoneError from error
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"standard output could not be written: {reason}") from error
