@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import cpsbs.interrupts  # noqa: F401, before anything that takes long
 from cpsbs.beams import Beams, Step
 from cpsbs.designs import DESIGNS, Design
 from cpsbs.designs.conditional_poisson import ConditionalPoisson

@@ -16,11 +16,12 @@ from rich.text import Text
 from cpsbs import __version__
 from cpsbs.cli import tables
 from cpsbs.cli.batches import usual_size
-from cpsbs.cli.draws import chosen_design, compared, drawing, quiet_load, sampled
-from cpsbs.cli.inputs import read_references, read_texts, refuse
+from cpsbs.cli.draws import check_draw, chosen_design, compared, drawing, quiet_load, sampled
+from cpsbs.cli.inputs import check_utf8, read_references, read_texts, refuse
 from cpsbs.cli.options import (
     DRAW,
     INPUT,
+    MOST,
     RESULT,
     Anneal,
     BatchSize,
@@ -47,6 +48,7 @@ from cpsbs.cli.options import (
 from cpsbs.cli.outputs import Record
 from cpsbs.cli.reproduce import reproduce
 from cpsbs.cli.running import EPILOG, Task, errors_told, for_programs, print_json, shown
+from cpsbs.cli.terminal import Commands, visible
 from cpsbs.designs import DESIGNS, Design, design_named
 from cpsbs.estimators import estimate
 from cpsbs.functions import Bleu, Entropy, Length
@@ -55,6 +57,7 @@ from cpsbs.randomness import split_seed
 from cpsbs.text import EMBEDDED, demonstration, embedded_models
 
 app = typer.Typer(
+    cls=Commands,
     help="Draw different sequences from a model, without replacement, and estimate with them.",
     epilog=EPILOG,
     no_args_is_help=True,
@@ -69,7 +72,8 @@ def main(
 ) -> None:
     """What concerns all commands."""
     if version:
-        Console().print(__version__, highlight=False)
+        with errors_told():
+            Console().print(__version__, highlight=False)
         raise typer.Exit
 
 
@@ -102,6 +106,7 @@ def sample(
     cpsbs sample --file english.txt --output french.jsonl
     """
     with errors_told():
+        check_draw(k, temperature, nucleus, max_length, seed)
         chosen = chosen_design(design, anneal)
         found = read_texts(texts, file)
         references = read_references(reference, reference_file, len(found))
@@ -138,12 +143,18 @@ def estimate_command(
         ),
     ] = Estimator.unbiased,
     runs: Annotated[
-        int, typer.Option(min=1, help="M, of hindsight importance sampling.", rich_help_panel=DRAW)
+        int,
+        typer.Option(
+            min=1, max=MOST, help="M, of hindsight importance sampling.", rich_help_panel=DRAW
+        ),
     ] = 4,
     repeats: Annotated[
         int,
         typer.Option(
-            min=1, help="Independent beams; their spread is the error.", rich_help_panel=DRAW
+            min=1,
+            max=MOST,
+            help="Independent beams; their spread is the error.",
+            rich_help_panel=DRAW,
         ),
     ] = 1,
     plain: Annotated[
@@ -170,6 +181,7 @@ def estimate_command(
     cpsbs estimate bleu --file english.txt --reference-file french.txt --temperature 0.3
     """
     with errors_told():
+        check_draw(k, temperature, nucleus, max_length, seed)
         chosen = chosen_design(design, anneal)
         found = read_texts(texts, file)
         references = read_references(reference, reference_file, len(found))
@@ -213,7 +225,9 @@ def estimate_command(
 
         more: Record = {"command": "estimate", "function": function, "estimator": estimator}
         more |= {"runs": runs, "repeats": repeats, "plain": plain}
-        show = shown(json_lines, lambda record: f"{record['number'] + 1}: {record['line']}")
+        show = shown(
+            json_lines, lambda record: visible(f"{record['number'] + 1}: {record['line']}")
+        )
         work = partial(map, estimates)
         Task(draw, loaded, found, references, work, False, size, skip, output, show, more).run()
 
@@ -260,7 +274,7 @@ def compare(
     dtype: Dtype = None,
     trust_remote_code: RemoteCode = False,
     rows: Annotated[
-        int, typer.Option(min=1, help="Sequences to list.", rich_help_panel=RESULT)
+        int, typer.Option(min=1, max=MOST, help="Sequences to list.", rich_help_panel=RESULT)
     ] = 25,
     json_lines: Json = False,
 ) -> None:
@@ -269,6 +283,9 @@ def compare(
     cpsbs compare "A man rides a bicycle." --temperature 0.5 -r "Un homme fait du vélo."
     """
     with errors_told():
+        check_draw(k, temperature, nucleus, max_length, seed)
+        check_utf8(text, "the text")
+        check_utf8(reference or "", "--reference")
         chosen = [design_named(name) for name in designs_given or DESIGNS]
         loaded = quiet_load(model, device, dtype, trust_remote_code)
         best = drawing(loaded, k, design_named("top-k"), temperature, nucleus, max_length, seed)
@@ -281,7 +298,7 @@ def compare(
                 print_json(record)
             return
         console = Console(highlight=False)
-        console.print(Text(text, style="bold"), f" (K = {k}, temperature {temperature})")
+        console.print(Text(visible(text), style="bold"), f" (K = {k}, temperature {temperature})")
         console.print(tables.comparison(records))
         console.print(tables.membership(records, rows))
 
@@ -295,6 +312,7 @@ def demo(
 ) -> None:
     """The main job on the embedded model: different translations, and what they say of all."""
     with errors_told():
+        check_draw(k, temperature, None, None, seed)
         sentences = demonstration()
         if number > len(sentences):
             raise ValueError(f"there are {len(sentences)} sentences; number {number} is not one")
@@ -325,8 +343,9 @@ def designs() -> None:
     table = tables.plain("design", "distinct", "estimates", "")
     for name, design in DESIGNS.items():
         distinct, estimates = ("yes" if yes else "" for yes in (design.distinct, design.estimates))
-        table.add_row(f"[bold]{name}[/]", distinct, estimates, design.summary)
-    Console().print(table)
+        table.add_row(Text(name, style="bold"), distinct, estimates, design.summary)
+    with errors_told():
+        Console(highlight=False, markup=False).print(table)
 
 
 @app.command()
@@ -336,8 +355,10 @@ def models() -> None:
     for name in embedded_models():
         folder = EMBEDDED / name
         size = sum(file.stat().st_size for file in folder.iterdir()) / 1e6
-        table.add_row(f"[bold]{name}[/]", f"{size:.1f}", _first_paragraph(folder / "README.md"))
-    Console().print(table)
+        paragraph = _first_paragraph(folder / "README.md")
+        table.add_row(Text(name, style="bold"), f"{size:.1f}", paragraph)
+    with errors_told():
+        Console(highlight=False, markup=False).print(table)
 
 
 def run() -> None:

@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 from itertools import tee
 from typing import Any
 
-import torch
-
 from cpsbs.beams import Beams
+from cpsbs.cli.inputs import check_utf8
 from cpsbs.cli.outputs import Record
 from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
 from cpsbs.estimators import estimate
@@ -58,6 +57,15 @@ class Draw:
         return replace(self, seed=self.seed + repeat * 2**32)
 
 
+def check_draw(
+    k: int, temperature: float, nucleus: float | None, max_length: int | None, seed: int
+) -> None:
+    """Refuse options that no search can have, before a model is loaded for it."""
+    check_settings(k, max_length or 1, temperature, nucleus)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; allowed are integers of 64 bits, -2^63 to 2^63 - 1")
+
+
 def drawing(
     model: TextModel,
     k: int,
@@ -67,8 +75,7 @@ def drawing(
     max_length: int | None,
     seed: int,
 ) -> Draw:
-    """As the options say, with the model's usual length if they do not."""
-    check_settings(k, max_length or 1, temperature, nucleus)
+    """Return how to draw as the options say, with the model's usual length if they do not."""
     return Draw(k, design, temperature, nucleus, max_length or model.usual_length, seed)
 
 
@@ -84,11 +91,9 @@ def chosen_design(name: str, anneal: float | None) -> Design:
 def quiet_load(
     name: str, device: str | None, dtype: str | None, trust_remote_code: bool
 ) -> TextModel:
-    """A model, without the noise that loading one makes."""
+    """Return a model, without the noise that loading one makes."""
+    check_utf8(name, "--model")
     silence_transformers()
-    kind = getattr(torch, dtype or "float32", None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"--dtype is {dtype!r}; allowed are float32, float16, bfloat16")
     return load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
 
 

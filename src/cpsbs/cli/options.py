@@ -8,6 +8,10 @@ from typing import Annotated
 
 import typer
 
+MOST = 1_000_000
+"""The largest K, length or other count that an option takes: more than any machine has room for,
+and few enough that products of them fit into 64 bits."""
+
 INPUT, MODEL, DRAW, RESULT = "Input", "Model", "Draw", "Result"
 
 Texts = Annotated[
@@ -31,7 +35,9 @@ References = Annotated[
 ReferenceFile = Annotated[
     Path | None, typer.Option(help="Read references, a line each.", rich_help_panel=INPUT)
 ]
-K = Annotated[int, typer.Option("-k", min=1, help="Sequences for each text.", rich_help_panel=DRAW)]
+K = Annotated[
+    int, typer.Option("-k", min=1, max=MOST, help="Sequences for each text.", rich_help_panel=DRAW)
+]
 DesignName = Annotated[
     str, typer.Option("--design", help="See [bold]cpsbs designs[/].", rich_help_panel=DRAW)
 ]
@@ -53,10 +59,13 @@ Nucleus = Annotated[
 MaxLength = Annotated[
     int | None,
     typer.Option(
-        min=1, help="The most new tokens; 128, or what there is room for.", rich_help_panel=DRAW
+        min=1,
+        max=MOST,
+        help="The most new tokens; 128, or what there is room for.",
+        rich_help_panel=DRAW,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="The same one, the same draw.", rich_help_panel=DRAW)]
+Seed = Annotated[int, typer.Option(help="The same seed gives the same draw.", rich_help_panel=DRAW)]
 ModelName = Annotated[
     str,
     typer.Option(
@@ -85,6 +94,7 @@ BatchSize = Annotated[
     int | None,
     typer.Option(
         min=1,
+        max=MOST,
         help="Texts decoded at once; if not said, 640 / K, on a GPU 1280 / K.",
         rich_help_panel=MODEL,
     ),

@@ -17,9 +17,10 @@ from cpsbs.cli.batches import progress_bar
 from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import INPUT, RESULT, Device, Dtype, ModelName, RemoteCode
 from cpsbs.cli.running import errors_told
-from cpsbs.experiments.compute import CPU, Subjects, Worker
+from cpsbs.experiments.cells import entry_of
+from cpsbs.experiments.compute import Subjects, Worker
 from cpsbs.experiments.engines import LocalPool, Pool, RayPool
-from cpsbs.experiments.plan import EXPERIMENTS, FULL, QUICK, plan
+from cpsbs.experiments.plan import CPU, EXPERIMENTS, FULL, QUICK, plan
 from cpsbs.experiments.report import write_report
 from cpsbs.experiments.running import fill, seconds_needed, subject_of
 from cpsbs.experiments.store import Store
@@ -113,7 +114,9 @@ def reproduce(
         store = Store(out)
         missing = [cell for cell in cells if not store.has(cell)]
         count = workers or (4 if on.startswith("cuda") else _processors())
-        say = Console(stderr=True, soft_wrap=True, highlight=False)
+        say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        for phrase in store.unusable(cells):
+            say.print(f"{phrase}; it {'is left out' if draw_only else 'must be computed again'}.")
         if dry_run:
             seconds = seconds_needed(store, cells, Worker(subjects)) / count
             say.print(
@@ -133,16 +136,22 @@ def reproduce(
         if not complete:
             raise ValueError(f"{out} has no complete experiment to draw; leave out --draw-only")
         settings = {"scale": asdict(scale), "subject": asdict(subject)}
-        rows = store.rows([*cells, *store.on_other_devices(cells)])
-        file = write_report(out, complete, rows, scale, settings)
+        # Baselines and the like of which only a part is there would be drawn as if it were all.
+        drawn = plan(complete, scale, subject)
+        if "runtime" in complete:
+            others = tuple(device for device in store.devices() if device not in subject.devices)
+            elsewhere = plan(["runtime"], scale, replace(subject, devices=others))
+            for phrase in store.unusable(elsewhere):
+                say.print(f"{phrase}; it is left out.")
+            drawn += elsewhere
+        file = write_report(out, complete, store.rows(drawn), scale, settings)
         left = [name for name in names if name not in complete]
         say.print(f"{file}" + (f" (not complete: {', '.join(left)})" if left else ""))
 
 
 def _named(experiments: list[str] | None) -> list[str]:
     for name in experiments or []:
-        if name not in EXPERIMENTS:
-            raise ValueError(f"experiment is {name!r}; allowed are {', '.join(EXPERIMENTS)}")
+        entry_of("experiment", name, EXPERIMENTS)
     return [name for name in EXPERIMENTS if not experiments or name in experiments]
 
 

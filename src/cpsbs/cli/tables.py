@@ -1,25 +1,69 @@
-"""What people see on a terminal."""
+"""Tables of results, for people."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Literal
 
 from rich import box
-from rich.table import Table
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.table import Column, Table
 from rich.text import Text
 
 from cpsbs.cli.outputs import Record
+from cpsbs.cli.terminal import visible
 from cpsbs.estimators import with_error
 
+LEAST_TEXT = 12
+"""The fewest columns of a terminal in which the last column of a table is still read easily."""
 
-def plain(*columns: str, title: Text | None = None) -> Table:
-    """A table with little ink; columns whose name begins with ``>`` are numbers, the last wraps."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+
+class Listing(Table):
+    """A table with little ink, whose rows become lines where the terminal is too narrow for it."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """Render the table, or its rows one below the other."""
+        *widths, last = (max(map(cell_len, _cells(column))) for column in self.columns)
+        # Every column has a space on both sides and a divider or an edge.
+        needed = sum(widths) + min(last, LEAST_TEXT) + 3 * len(self.columns) + 1
+        if needed <= options.max_width:
+            yield from super().__rich_console__(console, options)
+        else:
+            yield from self._lines()
+
+    def _lines(self) -> Iterator[Text]:
+        """Yield for every row its numbers with their names, and then its text."""
+        if self.title:
+            yield Text(str(self.title), style="bold")
+        names = [str(column.header) for column in self.columns]
+        for row in zip(*(column.cells for column in self.columns), strict=True):
+            *some, last = (
+                Text(f"{name} ").append(_text(cell)) if name else _text(cell)
+                for name, cell in zip(names, row, strict=True)
+                if str(cell)
+            )
+            between = "\n" if not names[-1] and str(row[-1]) else "  "
+            yield Text(between).join([Text("  ").join(some), last]) if some else last
+
+
+def _text(cell: RenderableType) -> Text:
+    return cell if isinstance(cell, Text) else Text(str(cell))
+
+
+def _cells(column: Column) -> list[str]:
+    """The header and the cells of a column, as they are shown."""
+    return [str(column.header), *map(str, column.cells)]
+
+
+def plain(*columns: str, title: Text | None = None) -> Listing:
+    """Return a table; columns whose name begins with ``>`` are numbers, the last one wraps."""
+    table = Listing(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
         last = column == columns[-1]
-        table.add_column(column.removeprefix(">"), justify=justify, no_wrap=not last)
+        table.add_column(visible(column.removeprefix(">")), justify=justify, no_wrap=not last)
     return table
 
 
@@ -31,10 +75,10 @@ def probability(log_p: float | None) -> str:
     return f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
 
 
-def beam(record: Record) -> Table:
+def beam(record: Record) -> Listing:
     """The sequences of one source."""
     scores = record.get("bleu")
-    title = Text(record["text"])
+    title = Text(visible(record["text"]))
     table = plain(">p", ">π", *([">BLEU"] if scores else []), "", title=title)
     inclusion = record["log_inclusion"] or [None] * len(record["texts"])
     shown = _readable(record["texts"])
@@ -47,7 +91,7 @@ def beam(record: Record) -> Table:
     return table
 
 
-def membership(records: list[Record], most: int) -> Table:
+def membership(records: list[Record], most: int) -> Listing:
     """Every sequence that some design drew, and which ones did, the most probable first."""
     found: dict[tuple[int, ...], tuple[float, str]] = {}
     for record in records:
@@ -56,7 +100,7 @@ def membership(records: list[Record], most: int) -> Table:
             zip(tokens, zip(record["log_prob"], record["texts"], strict=True), strict=True)
         )
     order = sorted(found, key=lambda y: -found[y][0])
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
+    table = Listing(box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True)
     for i in range(len(records)):
         table.add_column(f"{i + 1}", justify="center", no_wrap=True)
     table.add_column("p", justify="right", no_wrap=True)
@@ -75,7 +119,7 @@ def membership(records: list[Record], most: int) -> Table:
 
 def _readable(texts: list[str]) -> list[Text]:
     """Texts to show; one that reads as another before it differs from that in its tokens."""
-    shown = [Text(text) for text in texts]
+    shown = [Text(visible(text)) for text in texts]
     for i, text in enumerate(texts):
         if text in texts[:i]:
             shown[i].append(" (in other tokens)", style="dim")
@@ -86,7 +130,7 @@ def _times(count: int) -> str:
     return {0: "", 1: "●"}.get(count, str(count))
 
 
-def comparison(records: list[Record]) -> Table:
+def comparison(records: list[Record]) -> Listing:
     """A row for each design."""
     scored = "bleu" in records[0]
     columns = [">", "design", ">distinct", ">in top-k", ">Σp", ">D"]
