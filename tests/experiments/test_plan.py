@@ -16,7 +16,9 @@ from cpsbs.experiments.store import Store
 from cpsbs.models.table import TableModel
 from tests import exact
 
-SUBJECT = Subject("en-fr", "abc", "def", 3003, ("CPU, 2 processors",))
+SUBJECT = Subject(
+    "en-fr", "abc", "def", 3003, ("CPU, 2 processors",), "float32", "float32", "float16"
+)
 
 
 def test_every_cell_is_planned_once_and_has_its_own_seed() -> None:
@@ -83,9 +85,11 @@ def test_times_on_other_devices_are_found_again(tmp_path: Path) -> None:
     store = Store(tmp_path)
     for cell in (*both, *other):
         store.write(cell, [{"seconds": 1.0}], seconds=1.0)
-    found = {cell.name for cell in store.on_other_devices(here)}
-    assert found == {cell.name for cell in both} - {cell.name for cell in here}
-    assert store.on_other_devices(plan(["hindsight"], scale, SUBJECT)) == []
+    devices = tuple(store.devices())
+    assert devices == ("CPU, 2 processors", "a card")
+    planned = plan(["runtime"], scale, replace(SUBJECT, devices=devices))
+    assert {cell.name for cell in planned} == {cell.name for cell in both}
+    assert len(store.rows(planned)) == len(both)
 
 
 def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
@@ -93,7 +97,7 @@ def test_models_are_told_apart_by_their_files(tmp_path: Path) -> None:
         subjects = Subjects(str(tmp_path), None, None, False, ["a"], ["b"])
         return subject_of(subjects, ("here",)).model_fingerprint
 
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text('{"model_type": "marian"}')
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     before = fingerprint()
     (tmp_path / "README.md").write_text("a card")

@@ -13,6 +13,7 @@ from cpsbs.experiments.analysis import (
     runtimes,
     trade_offs,
 )
+from cpsbs.experiments.cells import entry_of
 from cpsbs.experiments.figures import LABELS
 from cpsbs.experiments.plan import Scale
 from cpsbs.experiments.store import Row
@@ -34,7 +35,11 @@ class Claim:
 
 
 def claims(experiments: Sequence[str], rows: Sequence[Row], scale: Scale) -> list[Claim]:
-    """All claims that the rows can say something about."""
+    """Return all claims that the rows can say something about.
+
+    Raises:
+        ValueError: if an experiment is unknown.
+    """
     makers = {
         "bleu": _bleu,
         "bleu-unnormalized": _unnormalized,
@@ -45,7 +50,9 @@ def claims(experiments: Sequence[str], rows: Sequence[Row], scale: Scale) -> lis
         "runtime": _runtime,
         "hindsight": _hindsight,
     }
-    return [claim for name in experiments for claim in makers[name](rows, scale)]
+    return [
+        claim for name in experiments for claim in entry_of("experiment", name, makers)(rows, scale)
+    ]
 
 
 def _verdict(share: float) -> str:

@@ -16,8 +16,9 @@ from cpsbs.beams import Beams
 from cpsbs.designs import Design, design_named
 from cpsbs.designs.diverse import Diverse
 from cpsbs.estimators import estimate
-from cpsbs.experiments.cells import Cell
+from cpsbs.experiments.cells import Cell, entry_of
 from cpsbs.experiments.enumeration import inclusion, tempered
+from cpsbs.experiments.plan import CPU
 from cpsbs.experiments.store import Row
 from cpsbs.extras import silence_transformers
 from cpsbs.functions import Bleu, Entropy
@@ -29,9 +30,6 @@ from cpsbs.text import TextModel, load
 
 SEARCHES_AT_ONCE = {"cpu": 64, "cuda": 512}
 """Of hindsight importance sampling."""
-
-CPU = "CPU"
-"""How the names of processors that time is measured on begin."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,11 @@ class Worker:
         return sorted(chosen, key=lambda i: (len(texts[i]), i))
 
     def compute(self, cell: Cell) -> tuple[list[Row], float]:
-        """The rows of a cell, and how many seconds it took."""
+        """Return the rows of a cell, and how many seconds it took.
+
+        Raises:
+            ValueError: if the kind of the cell is unknown.
+        """
         kinds = {
             "estimates": self._estimates,
             "diversity": self._diversity,
@@ -85,7 +87,7 @@ class Worker:
             "enumerated": self._enumerated,
         }
         start = time.perf_counter()
-        rows = kinds[cell.kind](cell)
+        rows = entry_of("kind", cell.kind, kinds)(cell)
         return rows, time.perf_counter() - start
 
     def _beams(

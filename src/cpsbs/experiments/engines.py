@@ -84,10 +84,14 @@ def computed(pool: Pool, cells: Sequence[Cell], workers: int) -> Iterator[tuple[
     """
     waiting = deque(cells)
     busy: dict[Any, Cell] = {}
-    idle = [w for w in (pool.start() for _ in range(min(workers, len(cells)))) if w is not None]
+    idle: list[Any] = []
     lost: Counter[str] = Counter()
     failed: list[str] = []
     try:
+        for _ in range(min(workers, len(cells))):
+            started = pool.start()
+            if started is not None:
+                idle.append(started)
         while waiting or busy:
             while waiting and idle:
                 worker, cell = idle.pop(), waiting.popleft()
@@ -126,18 +130,22 @@ class _Process:
 
 
 class LocalPool(Pool):
-    """Processes of this machine, with some threads each."""
+    """Processes of this machine, with some threads each.
+
+    A process asks for the subjects when it has its first cell. They may be large, and whoever
+    writes more than a pipe holds waits for the reader: so they are written only when the process
+    reads, and to a pipe whose other end nobody else has, so that the writer is told if the process
+    dies meanwhile. The arguments of a spawned process are written without either; they are small.
+    """
 
     def __init__(self, subjects: Subjects, threads: int) -> None:
         self._subjects, self._threads = subjects, threads
         self._context = multiprocessing.get_context("spawn")  # a GPU does not survive a fork
 
     def start(self) -> _Process:
-        """One more process."""
+        """Start one more process."""
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=_serve, args=(theirs, self._subjects, self._threads), daemon=True
-        )
+        process = self._context.Process(target=_serve, args=(theirs, self._threads), daemon=True)
         process.start()
         theirs.close()
         return _Process(process, ours)
@@ -148,17 +156,26 @@ class LocalPool(Pool):
             worker.connection.send(cell)
 
     def wait(self, workers: Sequence[_Process]) -> list[tuple[_Process, Outcome]]:
-        """What is in the pipes; the end of one is the end of its process."""
-        ready = wait([worker.connection for worker in workers])
+        """Return what is in the pipes; the end of one is the end of its process."""
         found: list[tuple[_Process, Outcome]] = []
-        for worker in workers:
-            if worker.connection in ready:
-                try:
-                    found.append((worker, worker.connection.recv()))
-                except (EOFError, OSError):
-                    self.stop(worker)
-                    found.append((worker, None))
+        while not found:
+            ready = wait([worker.connection for worker in workers])
+            for worker in workers:
+                if worker.connection in ready:
+                    try:
+                        message: Done | Failed | _Request = worker.connection.recv()
+                        if isinstance(message, _Request):
+                            self._hand_over(worker)
+                        else:
+                            found.append((worker, message))
+                    except (EOFError, OSError):
+                        self.stop(worker)
+                        found.append((worker, None))
         return found
+
+    def _hand_over(self, worker: _Process) -> None:
+        """Send the subjects to a process that has asked for them and waits."""
+        worker.connection.send(self._subjects)
 
     def stop(self, worker: _Process) -> None:
         """The end of the pipe ends it; if it is busy, kill it: it writes nothing."""
@@ -168,12 +185,20 @@ class LocalPool(Pool):
         worker.process.join()
 
 
-def _serve(connection: Connection, subjects: Subjects, threads: int) -> None:
+class _Request:
+    """What a process sends that needs the subjects."""
+
+
+def _serve(connection: Connection, threads: int) -> None:
     """A process: cells in, outcomes out, until the pipe ends."""
-    worker = Worker(subjects, threads)
+    worker: Worker | None = None
     try:
         while True:
-            connection.send(_outcome(worker, connection.recv()))
+            cell: Cell = connection.recv()
+            if worker is None:
+                connection.send(_Request())
+                worker = Worker(connection.recv(), threads)
+            connection.send(_outcome(worker, cell))
     except (EOFError, OSError, KeyboardInterrupt):
         pass
 

@@ -7,7 +7,7 @@ differ in their markers as well.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from cpsbs.experiments.analysis import (
@@ -18,6 +18,7 @@ from cpsbs.experiments.analysis import (
     runtimes,
     trade_offs,
 )
+from cpsbs.experiments.cells import entry_of
 from cpsbs.experiments.plan import Scale
 from cpsbs.experiments.store import Row
 from cpsbs.extras import required
@@ -63,33 +64,37 @@ PLOT = {
 
 
 def draw(experiment: str, rows: Sequence[Row], scale: Scale) -> list[tuple[str, Figure]]:
-    """The figures of an experiment, with their names."""
+    """Return the figures of an experiment, with their names.
+
+    Raises:
+        ValueError: if the experiment is unknown.
+    """
+
+    def values(f: str, normalized: bool = True, curves: Sequence[Curve] | None = None) -> Figure:
+        return _values(rows, scale, f, normalized, _of_designs(rows) if curves is None else curves)
+
+    figures: dict[str, dict[str, Callable[[], Figure]]] = {
+        "bleu": {"bleu": lambda: values("BLEU")},
+        "bleu-unnormalized": {"bleu-unnormalized": lambda: values("BLEU", normalized=False)},
+        "entropy": {
+            "entropy": lambda: values("entropy"),
+            "entropy-rao-blackwell": lambda: values("entropy RB"),
+        },
+        "truncation": {"truncation": lambda: values("BLEU", curves=TRUNCATION)},
+        "rmse": {
+            "rmse-bleu": lambda: _rmse(rows, scale, "BLEU"),
+            "rmse-entropy": lambda: _rmse(rows, scale, "entropy"),
+            "rmse-entropy-rao-blackwell": lambda: _rmse(rows, scale, "entropy RB"),
+        },
+        "diversity": {"diversity": lambda: _diversity(rows, scale)},
+        "runtime": {"runtime": lambda: _runtime(rows)},
+        "hindsight": {"hindsight": lambda: _hindsight(rows)},
+    }
+    chosen = entry_of("experiment", experiment, figures)
     matplotlib: Any = required("matplotlib", "plots")
     matplotlib.use("agg")
     with matplotlib.rc_context(PLOT):
-        designs = _of_designs(rows)
-        if experiment == "bleu":
-            return [("bleu", _values(rows, scale, "BLEU", True, designs))]
-        if experiment == "bleu-unnormalized":
-            return [("bleu-unnormalized", _values(rows, scale, "BLEU", False, designs))]
-        if experiment == "entropy":
-            return [
-                ("entropy", _values(rows, scale, "entropy", True, designs)),
-                ("entropy-rao-blackwell", _values(rows, scale, "entropy RB", True, designs)),
-            ]
-        if experiment == "truncation":
-            return [("truncation", _values(rows, scale, "BLEU", True, TRUNCATION))]
-        if experiment == "rmse":
-            return [
-                ("rmse-bleu", _rmse(rows, scale, "BLEU")),
-                ("rmse-entropy", _rmse(rows, scale, "entropy")),
-                ("rmse-entropy-rao-blackwell", _rmse(rows, scale, "entropy RB")),
-            ]
-        if experiment == "diversity":
-            return [("diversity", _diversity(rows, scale))]
-        if experiment == "runtime":
-            return [("runtime", _runtime(rows))]
-        return [("hindsight", _hindsight(rows))]
+        return [(name, make()) for name, make in chosen.items()]
 
 
 def saved(figure: Figure, kind: str) -> bytes:

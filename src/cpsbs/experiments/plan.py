@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpsbs.experiments.cells import Cell
+from cpsbs import __version__
+from cpsbs.experiments.cells import Cell, entry_of
 
 EXPERIMENTS = {
     "bleu": "estimates of expected BLEU against sample size, normalised",
@@ -40,6 +41,9 @@ DECODERS = (
     "stratified",
 )
 """Designs that sets of translations are compared of."""
+
+CPU = "CPU"
+"""How the names of processors that time is measured on begin; other names are of GPUs."""
 
 
 @dataclass(frozen=True)
@@ -97,18 +101,40 @@ class Subject:
     sentences: int
     devices: tuple[str, ...]
     """Names of what time is measured on; other results do not depend on it."""
+    dtype: str
+    """What the model computes in, but for times."""
+    cpu_dtype: str
+    """What it computes in where time is measured on a CPU."""
+    gpu_dtype: str
+    """What it computes in where time is measured on a GPU."""
 
-    def settings(self) -> dict[str, Any]:
-        """What every cell depends on."""
+    def settings(self, dtype: str | None = None) -> dict[str, Any]:
+        """Return what every cell depends on that uses the model, in its own dtype or another.
+
+        The device is not among it. A CPU and a GPU round in different ways and draw different
+        random numbers, but both estimate the same quantities of the same model, so that a run may
+        begin on one and go on on the other, given the same dtype. Only times depend on the device.
+        """
         return {
             "model": self.model,
             "model_fingerprint": self.model_fingerprint,
             "texts_fingerprint": self.texts_fingerprint,
+            "dtype": dtype or self.dtype,
+            "version": __version__,
         }
+
+    def settings_on(self, device: str) -> dict[str, Any]:
+        """Return what a cell depends on that measures time on a device."""
+        dtype = self.cpu_dtype if device.startswith(CPU) else self.gpu_dtype
+        return self.settings(dtype) | {"device": device}
 
 
 def plan(experiments: Iterable[str], scale: Scale, subject: Subject) -> list[Cell]:
-    """Every cell that is needed, once; those that measure time come last."""
+    """Return every cell that is needed, once; those that measure time come last.
+
+    Raises:
+        ValueError: if an experiment is unknown.
+    """
     makers = {
         "bleu": _estimates,
         "bleu-unnormalized": _estimates,
@@ -121,7 +147,7 @@ def plan(experiments: Iterable[str], scale: Scale, subject: Subject) -> list[Cel
     }
     found: dict[str, Cell] = {}
     for experiment in experiments:
-        for cell in makers[experiment](scale, subject):
+        for cell in entry_of("experiment", experiment, makers)(scale, subject):
             found.setdefault(cell.name, cell)
     return sorted(found.values(), key=lambda cell: cell.kind == "runtime")
 
@@ -222,7 +248,7 @@ def _runtime(scale: Scale, subject: Subject) -> list[Cell]:
     return [
         Cell(
             "runtime",
-            subject.settings()
+            subject.settings_on(device)
             | {
                 "lines": list(scale.lines),
                 "k": k,
@@ -230,7 +256,6 @@ def _runtime(scale: Scale, subject: Subject) -> list[Cell]:
                 "temperature": 0.3,
                 "max_length": scale.max_length,
                 "repeats": scale.runtime_repeats,
-                "device": device,
             },
             effort=float(len(scale.lines) * k * scale.runtime_repeats),
         )
@@ -261,7 +286,15 @@ def _hindsight(scale: Scale, subject: Subject) -> list[Cell]:
     enumerated: Sequence[Cell] = [
         Cell(
             "enumerated",
-            {"k": 2, "temperature": t, "repeats": scale.repeats, "runs": scale.hindsight_runs},
+            {
+                "k": 2,
+                "temperature": t,
+                "repeats": scale.repeats,
+                "runs": scale.hindsight_runs,
+                # A table in place of the model, whatever that computes in.
+                "dtype": "float64",
+                "version": __version__,
+            },
             effort=float(scale.repeats * 2 * scale.hindsight_runs),
         )
         for t in scale.temperatures

@@ -6,18 +6,18 @@ import csv
 import html
 import io
 import json
-import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cpsbs.experiments.analysis import Estimates, hindsight_deviation, runtimes, trade_offs
+from cpsbs.experiments.cells import entry_of
 from cpsbs.experiments.claims import Claim, claims
 from cpsbs.experiments.figures import LABELS, draw, saved
 from cpsbs.experiments.plan import EXPERIMENTS, Scale
-from cpsbs.experiments.store import Row
+from cpsbs.experiments.store import Row, replacing
 
 TableRows = list[dict[str, Any]]
 
@@ -64,61 +64,74 @@ def write_report(
 
 
 def tables(experiment: str, rows: Sequence[Row], scale: Scale) -> dict[str, TableRows]:
-    """The numbers behind the figures of an experiment."""
-    if experiment in ("bleu", "bleu-unnormalized", "entropy", "truncation"):
-        f = "entropy" if experiment == "entropy" else "BLEU"
-        spread = Estimates(rows, scale, f, experiment != "bleu-unnormalized").spread
-        kept = ("conditional-poisson",) if experiment == "truncation" else tuple(LABELS)
-        return {
-            experiment: [
-                {
-                    "sentence": line,
-                    "τ": temperature,
-                    "K": k,
-                    "design": LABELS[design] + ("" if nucleus is None else f", {nucleus}"),
-                    "mean": s.mean,
-                    "deviation": s.deviation,
-                }
-                for (line, temperature, k, design, nucleus), s in spread.items()
-                if design in kept and (nucleus is None or experiment == "truncation")
-            ]
-        }
-    if experiment == "rmse":
-        return _rmse_tables(rows, scale)
-    if experiment == "diversity":
-        return {
-            "diversity": [
-                {
-                    "K": k,
-                    "design": LABELS[design],
-                    "τ or strength": temperature,
-                    "D": t.diversity,
-                    "min BLEU": t.least,
-                    "mean": t.mean,
-                    "max": t.most,
-                    "sentences": t.sentences,
-                }
-                for (k, design, temperature), t in sorted(trade_offs(rows).items())
-            ]
-        }
-    if experiment == "runtime":
-        return {
-            "runtime": [
-                {"device": device, "design": LABELS[design], "K": k, "seconds": seconds}
-                for (device, design, k), seconds in runtimes(rows).items()
-            ]
-        }
-    return {
-        "hindsight": [
-            {
-                "τ": t,
-                "normalised": "yes" if normalized else "",
-                "M": m or "own path",
-                "deviation": v,
-            }
-            for (t, normalized, m), v in hindsight_deviation(rows).items()
-        ]
+    """Return the numbers behind the figures of an experiment, by the names of their tables.
+
+    Raises:
+        ValueError: if the experiment is unknown.
+    """
+
+    def spread() -> dict[str, TableRows]:
+        return {experiment: _spread_table(experiment, rows, scale)}
+
+    makers: dict[str, Callable[[], dict[str, TableRows]]] = {
+        "bleu": spread,
+        "bleu-unnormalized": spread,
+        "entropy": spread,
+        "truncation": spread,
+        "rmse": lambda: _rmse_tables(rows, scale),
+        "diversity": lambda: {"diversity": _diversity_table(rows)},
+        "runtime": lambda: {"runtime": _runtime_table(rows)},
+        "hindsight": lambda: {"hindsight": _hindsight_table(rows)},
     }
+    return entry_of("experiment", experiment, makers)()
+
+
+def _spread_table(experiment: str, rows: Sequence[Row], scale: Scale) -> TableRows:
+    f = "entropy" if experiment == "entropy" else "BLEU"
+    spread = Estimates(rows, scale, f, experiment != "bleu-unnormalized").spread
+    kept = ("conditional-poisson",) if experiment == "truncation" else tuple(LABELS)
+    return [
+        {
+            "sentence": line,
+            "τ": temperature,
+            "K": k,
+            "design": LABELS[design] + ("" if nucleus is None else f", {nucleus}"),
+            "mean": s.mean,
+            "deviation": s.deviation,
+        }
+        for (line, temperature, k, design, nucleus), s in spread.items()
+        if design in kept and (nucleus is None or experiment == "truncation")
+    ]
+
+
+def _diversity_table(rows: Sequence[Row]) -> TableRows:
+    return [
+        {
+            "K": k,
+            "design": LABELS[design],
+            "τ or strength": temperature,
+            "D": t.diversity,
+            "min BLEU": t.least,
+            "mean": t.mean,
+            "max": t.most,
+            "sentences": t.sentences,
+        }
+        for (k, design, temperature), t in sorted(trade_offs(rows).items())
+    ]
+
+
+def _runtime_table(rows: Sequence[Row]) -> TableRows:
+    return [
+        {"device": device, "design": LABELS[design], "K": k, "seconds": seconds}
+        for (device, design, k), seconds in runtimes(rows).items()
+    ]
+
+
+def _hindsight_table(rows: Sequence[Row]) -> TableRows:
+    return [
+        {"τ": t, "normalised": "yes" if normalized else "", "M": m or "own path", "deviation": v}
+        for (t, normalized, m), v in hindsight_deviation(rows).items()
+    ]
 
 
 def _rmse_tables(rows: Sequence[Row], scale: Scale) -> dict[str, TableRows]:
@@ -242,8 +255,5 @@ def _html_table(rows: TableRows, verdict: str | None = None) -> str:
 
 
 def _write(file: Path, data: bytes) -> None:
-    """At once or not at all."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(file.name + ".partial")
-    partial.write_bytes(data)
-    os.replace(partial, file)
+    with replacing(file) as out:
+        out.write(data)

@@ -7,12 +7,18 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import torch
+
 from cpsbs.experiments.cells import Cell
 from cpsbs.experiments.compute import Subjects, Worker
 from cpsbs.experiments.engines import Pool, computed
 from cpsbs.experiments.plan import Subject
 from cpsbs.experiments.store import Store
-from cpsbs.text import EMBEDDED, embedded_models
+from cpsbs.fingerprint import model_fingerprint
+from cpsbs.loading import configuration, dtype_on
+
+AS_STORED = "as stored"
+"""The dtype of a model whose configuration does not tell it; the model's fingerprint does."""
 
 
 def fill(
@@ -33,27 +39,34 @@ def fill(
 
 
 def subject_of(subjects: Subjects, devices: tuple[str, ...]) -> Subject:
-    """What tells this model and test set from others."""
+    """Return what tells this model and test set from others.
+
+    Of the model only the configuration is loaded, and the files of a folder are read.
+
+    Raises:
+        ValueError: if there is no such model or dtype.
+    """
     texts = json.dumps([list(subjects.sources), list(subjects.references)])
     name = subjects.model
-    folder = EMBEDDED / name if name in embedded_models() else Path(name)
+    config = configuration(name, subjects.trust_remote_code)
+    stored = getattr(config, "dtype", None) or AS_STORED
+
+    def computed_in(device: str) -> str:
+        dtype = dtype_on(torch.device(device), subjects.dtype)
+        return str(stored if dtype == "auto" else dtype).removeprefix("torch.")
+
+    on_cpu, on_gpu = computed_in("cpu"), computed_in("cuda")
+    device = subjects.device or ("cuda" if torch.cuda.is_available() else "cpu")
     return Subject(
-        model=folder.name if folder.is_dir() else name,
-        model_fingerprint=_fingerprint(folder) if folder.is_dir() else f"hub:{name}",
+        model=Path(name).name if Path(name).is_dir() else name,
+        model_fingerprint=model_fingerprint(name, config),
         texts_fingerprint=hashlib.sha256(texts.encode()).hexdigest()[:16],
         sentences=len(subjects.sources),
         devices=devices,
+        dtype=on_cpu if torch.device(device).type == "cpu" else on_gpu,
+        cpu_dtype=on_cpu,
+        gpu_dtype=on_gpu,
     )
-
-
-def _fingerprint(folder: Path) -> str:
-    """Of the files that make a model what it is."""
-    digest = hashlib.sha256()
-    for file in sorted(folder.iterdir()):
-        if file.suffix in (".json", ".safetensors"):
-            digest.update(file.name.encode())
-            digest.update(file.read_bytes())
-    return digest.hexdigest()[:16]
 
 
 def seconds_needed(store: Store, cells: Sequence[Cell], worker: Worker) -> float:

@@ -1,78 +1,172 @@
-"""Results on the disk: a Parquet file for each cell, there and complete or not there."""
+"""Results on the disk: a Parquet file for each cell, which is there and complete, or is not there.
+
+A file counts as a result only if it reads whole and says of itself that it is the result of this
+very cell. Files get damaged, cut short, renamed and copied; those are computed again.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Iterable
+import stat
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
+from uuid import uuid4
 
 from cpsbs.experiments.cells import Cell
 from cpsbs.extras import required
 
 Row = dict[str, Any]
 
+Stamp = tuple[int, int, int]
+"""Changes whenever a file does: its inode, its size and when it was modified."""
+
+METADATA = (b"cell", b"seconds", b"digest")
+"""What every file says of itself."""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """The content of a file that reads whole."""
+
+    cell: str
+    """The identity of the cell that it is the result of."""
+    seconds: float
+    table: Any
+
 
 class Store:
-    """A folder of results."""
+    """A folder of results.
+
+    Args:
+        folder: results are kept in its subfolder ``cells``, which the first one creates.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._pyarrow: Any = required("pyarrow", "parquet")
         self._parquet: Any = required("pyarrow.parquet", "parquet")
-        self._folder = folder / "cells"
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder / "cells"
+        # Thousands of files are asked for again and again; each is read once, until it changes.
+        self._read: dict[str, tuple[Stamp, _Result | str]] = {}
 
     def has(self, cell: Cell) -> bool:
-        """Whether it is done."""
-        return self._file(cell).exists()
+        """Return whether the result of a cell is there and can be used."""
+        return isinstance(self._find(cell), _Result)
+
+    def unusable(self, cells: Iterable[Cell]) -> list[str]:
+        """Return a phrase about each file that has the name of one of these cells and is no result
+        of it.
+        """
+        found = ((self._file(cell), self._find(cell)) for cell in cells)
+        return [f"{file} cannot be used ({why})" for file, why in found if isinstance(why, str)]
 
     def write(self, cell: Cell, rows: list[Row], seconds: float) -> None:
-        """Keep what came out of a cell, with its settings and how long it took."""
-        metadata = {"settings": json.dumps(dict(cell.settings)), "seconds": str(seconds)}
-        table = self._pyarrow.Table.from_pylist(rows).replace_schema_metadata(metadata)
-        file = self._file(cell)
-        partial = file.with_name(f"{file.name}.{os.getpid()}.partial")
-        with partial.open("wb") as out:
-            self._parquet.write_table(table, out)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(partial, file)
+        """Keep the rows of a cell, and how long it took, in place of what its file was before."""
+        table = self._pyarrow.Table.from_pylist(rows)
+        metadata = {"cell": cell.identity, "seconds": repr(float(seconds))}
+        metadata["digest"] = _digest(metadata["cell"], metadata["seconds"], table)
+        with replacing(self._file(cell)) as out:
+            self._parquet.write_table(table.replace_schema_metadata(metadata), out)
 
     def rows(self, cells: Iterable[Cell]) -> list[Row]:
-        """All rows of these cells, each with the cell's settings; cells not done are left out."""
+        """Return all rows of these cells, each with the cell's settings.
+
+        Cells without a usable result are left out.
+        """
         found: list[Row] = []
         for cell in cells:
-            if self.has(cell):
-                table = self._parquet.read_table(self._file(cell))
-                found += [{**cell.settings, **row} for row in table.to_pylist()]
+            result = self._find(cell)
+            if isinstance(result, _Result):
+                found += [{**cell.settings, **row} for row in result.table.to_pylist()]
         return found
 
-    def on_other_devices(self, cells: Iterable[Cell]) -> list[Cell]:
-        """Cells that are there and differ from some of these in the device alone, in their order,
-        one device after the other.
-        """
-
-        def without_device(cell: Cell) -> str:
-            rest = {name: value for name, value in cell.settings.items() if name != "device"}
-            return json.dumps([cell.kind, rest], sort_keys=True)
-
-        timed = [cell for cell in cells if "device" in cell.settings]
-        names = {cell.name for cell in timed}
-        place = {without_device(cell): n for n, cell in enumerate(timed)}
-        found: list[tuple[str, int, Cell]] = []
-        for kind in {cell.kind for cell in timed}:
-            for file in self._folder.glob(f"{kind}-*.parquet"):
-                metadata = self._parquet.read_schema(file).metadata
-                cell = Cell(kind, json.loads(metadata[b"settings"]), 0.0)
-                if cell.name not in names and without_device(cell) in place:
-                    found.append((cell.settings["device"], place[without_device(cell)], cell))
-        return [cell for _, _, cell in sorted(found, key=lambda entry: entry[:2])]
+    def devices(self) -> list[str]:
+        """Return the names of all devices that there are times of, by whatever machine."""
+        results = [self._content(file) for file in self.folder.glob("runtime-*.parquet")]
+        cells = [json.loads(r.cell) for r in results if isinstance(r, _Result)]
+        return sorted({settings["device"] for kind, settings in cells if kind == "runtime"})
 
     def seconds(self, cell: Cell) -> float:
-        """How long a cell took."""
-        schema = self._parquet.read_schema(self._file(cell))
-        return float(schema.metadata[b"seconds"])
+        """Return how long a cell took whose result is there."""
+        result = self._find(cell)
+        if not isinstance(result, _Result):
+            raise ValueError(f"there is no result of {cell.name} in {self.folder}; compute it")
+        return result.seconds
 
     def _file(self, cell: Cell) -> Path:
-        return self._folder / f"{cell.name}.parquet"
+        return self.folder / f"{cell.name}.parquet"
+
+    def _find(self, cell: Cell) -> _Result | str | None:
+        """The result of a cell, why its file is none, or None if there is no file."""
+        found = self._content(self._file(cell))
+        if isinstance(found, _Result) and found.cell != cell.identity:
+            return "it is the result of another cell"
+        return found
+
+    def _content(self, file: Path) -> _Result | str | None:
+        """What a file holds, why it cannot be used, or None if there is no file."""
+        try:
+            status = file.lstat()
+        except FileNotFoundError:
+            return None
+        stamp = (status.st_ino, status.st_size, status.st_mtime_ns)
+        known = self._read.get(file.name)
+        if known is None or known[0] != stamp:
+            regular = stat.S_ISREG(status.st_mode)
+            content = self._checked(file) if regular else "it is not a regular file"
+            known = self._read[file.name] = (stamp, content)
+        return known[1]
+
+    def _checked(self, file: Path) -> _Result | str:
+        try:
+            source = self._pyarrow.BufferReader(file.read_bytes())
+            table = self._parquet.ParquetFile(source).read(use_threads=False)
+            metadata = table.schema.metadata or {}
+            cell, seconds, digest = (metadata[name].decode() for name in METADATA)
+            intact = digest == _digest(cell, seconds, table)
+        except KeyError:
+            return "it does not say which cell it is the result of"
+        except Exception as error:  # bytes that are no result can fail anywhere within Arrow
+            return f"it cannot be read: {type(error).__name__}"
+        if not intact:
+            return "its content is not what was written"
+        return _Result(cell, float(seconds), table)
+
+
+def _digest(cell: str, seconds: str, table: Any) -> str:
+    """Of all that a file holds; from the values, which other versions of Arrow read alike."""
+    said = json.dumps([cell, seconds, table.to_pydict()])
+    return hashlib.sha256(said.encode()).hexdigest()
+
+
+@contextmanager
+def replacing(file: Path) -> Iterator[IO[bytes]]:
+    """Open a new file for writing, which takes the place of ``file`` when it is on the disk.
+
+    If the block fails, everything is as it was. A link in that place is replaced and not followed;
+    a folder is moved aside, as it may hold something that is needed.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    # The name is new: no other process has this file open, and it is no link to anything.
+    partial = file.with_name(f"{file.name}.{uuid4().hex}.partial")
+    try:
+        with partial.open("xb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        if file.is_dir() and not file.is_symlink():
+            file.rename(file.with_name(f"{file.name}.{uuid4().hex}.aside"))
+        os.replace(partial, file)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if os.name == "posix":  # elsewhere a folder cannot be opened
+        folder = os.open(file.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
