@@ -23,10 +23,11 @@ import torch
 
 from benchmarks.tables import table
 from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
-from cpsbs import DESIGNS, FunctionModel, TextModel, TransformersModel, load, search, step
+from cpsbs import DESIGNS, FunctionModel, TextModel, TransformersModel, load, search
 from cpsbs.designs import Candidates, Design, Selection, design_named
-from cpsbs.polynomials.chunks import read
 from cpsbs.randomness import Streams
+from cpsbs.scores.reading import read
+from cpsbs.search import step
 from cpsbs.text import demonstration
 
 SOURCES, STEPS, VOCABULARY = 8, 32, 16_000

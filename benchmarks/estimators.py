@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.tables import into_readme, table
 from benchmarks.timing import machine
 from cpsbs import Beams, TransformersModel, estimate, search
-from cpsbs.functions import Bleu, Entropy
+from cpsbs.estimation.functions import Bleu, Entropy
 
 DESIGNS = (
     "conditional-poisson",

@@ -24,10 +24,10 @@ from torch import Tensor
 
 from benchmarks.tables import into_readme, table
 from cpsbs import TransformersModel, load, search
+from cpsbs.backends.triton.kernels import POWER_SUMS
 from cpsbs.designs import Candidates, design_named
-from cpsbs.kernels import POWER_SUMS
-from cpsbs.polynomials.chunks import beam_chunk_length, read
 from cpsbs.randomness import Streams, split_seed
+from cpsbs.scores.reading import beam_chunk_length, read
 
 Row = dict[str, object]
 DEVICE = torch.device("cuda")

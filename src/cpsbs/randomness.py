@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpsbs import kernels
+from cpsbs.backends.triton import kernels
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 """One generator, one for each row, or torch's default one."""
@@ -76,7 +76,7 @@ class Streams:
     def uniform(self, row: Tensor, size: tuple[int, ...]) -> Tensor:
         """[A, *size] float64 in [0, 1), for the rows [A] named."""
         if self.counters is not None:
-            from cpsbs.kernels.noise import uniform
+            from cpsbs.backends.triton.kernels.noise import uniform
 
             numbers = uniform(self.counters.seeds, self.counters.counts, row, size)
             self.counters.counts.index_add_(0, row, torch.ones_like(row))

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from cpsbs.beams import Beams
 from cpsbs.designs import Design
-from cpsbs.inclusion import Models
+from cpsbs.estimation.inclusion import Models
 from cpsbs.loading import EMBEDDED as EMBEDDED
 from cpsbs.loading import embedded_models as embedded_models
 from cpsbs.loading import limit, pretrained
-from cpsbs.models.transformers import TransformersModel
+from cpsbs.models.transformers.adapter import TransformersModel
 from cpsbs.randomness import Streams, fresh_seed
-from cpsbs.search import search_each
+from cpsbs.search.beams import Beams
+from cpsbs.search.recursion import search_each
 
 MAX_LENGTH = 128
 """The most new tokens where nothing is said, if the model has room for them."""

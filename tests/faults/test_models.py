@@ -13,7 +13,7 @@ from torch import Tensor
 import cpsbs
 from cpsbs import FunctionModel, TransformersModel, search
 from cpsbs.designs import DESIGNS
-from cpsbs.functions import Entropy
+from cpsbs.estimation.functions import Entropy
 from tests.models import tiny
 
 KINDS = {"llama": tiny.llama, "gpt2": tiny.gpt2, "marian": tiny.marian, "t5": tiny.t5}

@@ -9,9 +9,9 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from cpsbs import Beams, TransformersModel, search
-from cpsbs.models import growing
-from cpsbs.models.growing import GrowingLayer, let_grow
-from cpsbs.models.moves import Moves
+from cpsbs.models.transformers import growing
+from cpsbs.models.transformers.growing import GrowingLayer, let_grow
+from cpsbs.models.transformers.moves import Moves
 from tests.models.tiny import make, prompts
 
 

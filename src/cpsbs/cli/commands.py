@@ -50,9 +50,9 @@ from cpsbs.cli.reproduce import reproduce
 from cpsbs.cli.running import EPILOG, Task, errors_told, for_programs, print_json, shown
 from cpsbs.cli.terminal import Commands, visible
 from cpsbs.designs import DESIGNS, Design, design_named
-from cpsbs.estimators import estimate
-from cpsbs.functions import Bleu, Entropy, Length
-from cpsbs.inclusion import hindsight_inclusion
+from cpsbs.estimation.estimate import estimate
+from cpsbs.estimation.functions import Bleu, Entropy, Length
+from cpsbs.estimation.inclusion import hindsight_inclusion
 from cpsbs.randomness import split_seed
 from cpsbs.text import EMBEDDED, demonstration, embedded_models
 

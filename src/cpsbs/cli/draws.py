@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from itertools import tee
 from typing import Any
 
-from cpsbs.beams import Beams
 from cpsbs.cli.inputs import check_utf8
 from cpsbs.cli.outputs import Record
 from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
-from cpsbs.estimators import estimate
+from cpsbs.estimation.estimate import estimate
+from cpsbs.estimation.functions import Entropy
+from cpsbs.estimation.metrics import diversity, sentence_bleu
 from cpsbs.extras import silence_transformers
-from cpsbs.functions import Entropy
-from cpsbs.metrics import diversity, sentence_bleu
-from cpsbs.search import check_settings
+from cpsbs.search.beams import Beams
+from cpsbs.search.recursion import check_settings
 from cpsbs.text import TextModel, load
 
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from cpsbs.beams import finite_json
 from cpsbs.extras import required
+from cpsbs.search.beams import finite_json
 
 LONGEST = 2**26
 """The most bytes in a line. A longer one is refused instead of being read into memory."""

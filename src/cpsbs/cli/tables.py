@@ -14,7 +14,7 @@ from rich.text import Text
 
 from cpsbs.cli.outputs import Record
 from cpsbs.cli.terminal import visible
-from cpsbs.estimators import with_error
+from cpsbs.estimation.estimate import with_error
 
 LEAST_TEXT = 12
 """The fewest columns of a terminal in which the last column of a table is still read easily."""

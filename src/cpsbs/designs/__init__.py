@@ -8,10 +8,10 @@ says what the search expects of one.
 from cpsbs.designs.arithmetic import Arithmetic
 from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.designs.calibrated import Calibrated
+from cpsbs.designs.conditional_poisson import ConditionalPoissonDesign
 from cpsbs.designs.diverse import Diverse
 from cpsbs.designs.gumbel import GumbelTopK
 from cpsbs.designs.independent import Independent
-from cpsbs.designs.poisson import ConditionalPoissonDesign
 from cpsbs.designs.stratified import Stratified
 from cpsbs.designs.sum_and_sample import SumAndSample
 from cpsbs.designs.top_k import TopK

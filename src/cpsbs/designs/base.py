@@ -16,9 +16,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpsbs.polynomials.bernoulli_sum import block_size
-from cpsbs.polynomials.chunks import Chunks
+from cpsbs.conditional_poisson.bernoulli_sum import block_size
 from cpsbs.randomness import Streams
+from cpsbs.scores.reading import Chunks
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ reported are those of the weights, exactly.
 
 from __future__ import annotations
 
+from cpsbs.conditional_poisson.population import TooFewError
+from cpsbs.conditional_poisson.weights import CandidateWeights
 from cpsbs.designs.base import Candidates, Selection
+from cpsbs.designs.conditional_poisson import draw_poisson
 from cpsbs.designs.drawing import DrawingDesign
-from cpsbs.designs.poisson import draw_poisson
 from cpsbs.designs.targets import find_targets
-from cpsbs.polynomials.population import TooFewError
-from cpsbs.polynomials.weights import CandidateWeights
 from cpsbs.randomness import Streams
 
 

@@ -10,8 +10,8 @@ import math
 import torch
 
 from cpsbs.designs.base import Candidates, Design, Selection
-from cpsbs.polynomials.chunks import read
 from cpsbs.randomness import Streams
+from cpsbs.scores.reading import read
 
 DRAWS = 4000
 SIGMAS = 5.0

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cpsbs.conditional_poisson.population import TooFewError
 from cpsbs.designs.base import Candidates, Design, Selection
-from cpsbs.polynomials.population import TooFewError
 from cpsbs.randomness import Streams
 
 

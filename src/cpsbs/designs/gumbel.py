@@ -23,11 +23,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from cpsbs import kernels
+from cpsbs.backends.triton import kernels
 from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.designs.top_k import largest
-from cpsbs.polynomials.chunks import Chunks
 from cpsbs.randomness import Streams
+from cpsbs.scores.reading import Chunks
 
 
 class GumbelTopK(Design):
@@ -50,7 +50,7 @@ class GumbelTopK(Design):
     ) -> Selection:
         """The K candidates with the largest scores."""
         if streams.counters is not None and _for_kernels(candidates.chunks, k):
-            from cpsbs.kernels.gumbel import select
+            from cpsbs.backends.triton.kernels.gumbel import select
 
             return select(candidates, k, streams.counters)
         return self._by_torch(candidates, k, streams)

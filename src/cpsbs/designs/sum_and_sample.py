@@ -17,10 +17,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from cpsbs.conditional_poisson.population import finite_or_zero
 from cpsbs.designs.base import Candidates, Design, Selection
 from cpsbs.designs.independent import invert
 from cpsbs.designs.top_k import largest
-from cpsbs.polynomials.population import finite_or_zero
 from cpsbs.randomness import Streams
 
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpsbs.conditional_poisson.population import finite_or_zero
 from cpsbs.designs.base import Candidates
-from cpsbs.polynomials.population import finite_or_zero
 
 FORBIDDEN = 1e12
 """Difference of log-probabilities beyond which float64 no longer holds four digits of log c."""

@@ -12,20 +12,20 @@ from typing import Any
 
 import torch
 
-from cpsbs.beams import Beams
 from cpsbs.designs import Design, design_named
 from cpsbs.designs.diverse import Diverse
-from cpsbs.estimators import estimate
+from cpsbs.estimation.estimate import estimate
+from cpsbs.estimation.functions import Bleu, Entropy
+from cpsbs.estimation.inclusion import Models, hindsight_inclusion
+from cpsbs.estimation.metrics import diversity, sentence_bleu
 from cpsbs.experiments.cells import Cell, entry_of
 from cpsbs.experiments.enumeration import inclusion, tempered
 from cpsbs.experiments.plan import CPU
 from cpsbs.experiments.store import Row
 from cpsbs.extras import silence_transformers
-from cpsbs.functions import Bleu, Entropy
-from cpsbs.inclusion import Models, hindsight_inclusion
-from cpsbs.metrics import diversity, sentence_bleu
 from cpsbs.models.table import TableModel
-from cpsbs.search import search
+from cpsbs.search.beams import Beams
+from cpsbs.search.recursion import search
 from cpsbs.text import TextModel, load
 
 SEARCHES_AT_ONCE = {"cpu": 64, "cuda": 512}

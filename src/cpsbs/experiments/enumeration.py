@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from cpsbs.designs.conditional_poisson import ConditionalPoisson
+from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.models.table import Prefix, TableModel
 
 

@@ -3,6 +3,6 @@
 from cpsbs.models.base import SequenceModel
 from cpsbs.models.function import FunctionModel
 from cpsbs.models.table import TableModel
-from cpsbs.models.transformers import TransformersModel
+from cpsbs.models.transformers.adapter import TransformersModel
 
 __all__ = ["FunctionModel", "SequenceModel", "TableModel", "TransformersModel"]

@@ -1,0 +1,1 @@
+"""Where the arithmetic of a search runs."""

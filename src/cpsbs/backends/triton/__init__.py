@@ -1,0 +1,1 @@
+"""The search on a GPU: Triton kernels, recorded steps and workspaces."""

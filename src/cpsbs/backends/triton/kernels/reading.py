@@ -1,0 +1,95 @@
+"""The first reading of the scores, see ``scores.reading``: maxima and sums of powers, once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cpsbs.backends.triton.kernels.numbers import host_number, scaled
+
+TILE = 2048
+"""Scores that a program reads."""
+
+
+@triton.jit
+def _read(
+    scores, maxima, sums,
+    stride, tokens, chunks, table, inverse_temperature,
+    TERMS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Some chunks [GROUP] of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    token = chunk[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
+    x = tl.load(scores + row * stride + token, mask=token < tokens, other=-float("inf"))
+    x = x.to(tl.float32)
+    largest = tl.max(x, axis=1)
+    bound = tl.where(largest == -float("inf"), 0.0, largest)
+    weight = tl.exp((x - bound[:, None]) * inverse_temperature)
+    place = row * chunks + chunk
+    inside = chunk < chunks
+    tl.store(maxima + place, largest, mask=inside)
+    power = weight
+    for j in tl.static_range(TERMS):
+        tl.store(sums + j * table + place, tl.sum(power, axis=1), mask=inside)
+        power *= weight
+
+
+def read_into(
+    scores: Tensor, temperature: float, length: int, maxima: Tensor, sums: Tensor
+) -> None:
+    """Fill maxima [rows, C] and sums [J, rows, C] from scores [rows, V]; both float32.
+
+    ``length`` is a power of two; rows of scores need not lie side by side.
+    """
+    rows, tokens = scores.shape
+    chunks = maxima.shape[-1]
+    group = max(1, TILE // length)
+    grid = (rows, triton.cdiv(chunks, group))
+    _read[grid](
+        scores, maxima, sums, scores.stride(0), tokens, chunks, rows * chunks, 1 / temperature,
+        TERMS=len(sums), LENGTH=length, GROUP=group,
+    )  # fmt: skip
+
+
+@triton.jit
+def _normalize(
+    maxima, sums, log_prob, log_total, offset, chunks, inverse_temperature, BLOCK: tl.constexpr
+):
+    """Of one row: log Σ e^{maximum / temperature} · sum over its chunks."""
+    row = tl.program_id(0).to(tl.int64)
+    inverse_temperature = tl.load(inverse_temperature)
+    top = tl.full((), -float("inf"), tl.float64)
+    total = tl.zeros((), tl.float64)
+    for start in range(0, chunks, BLOCK):
+        chunk = start + tl.arange(0, BLOCK)
+        place, here = row * chunks + chunk, chunk < chunks
+        x = tl.load(maxima + place, mask=here, other=-float("inf"))
+        x = scaled(x, inverse_temperature)
+        higher = tl.maximum(top, tl.max(x, axis=0))
+        bound = tl.where(higher == -float("inf"), 0.0, higher)
+        weight = tl.load(sums + place, mask=here, other=0.0).to(tl.float64) * tl.exp(x - bound)
+        total = total * tl.exp(top - bound) + tl.sum(weight, axis=0)
+        top = higher
+    all_of_it = top + tl.log(total)
+    tl.store(log_total + row, all_of_it)
+    tl.store(offset + row, tl.load(log_prob + row) - all_of_it)
+
+
+def normalize(
+    maxima: Tensor, sums: Tensor, temperature: float, log_prob: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[R, P] float64 log Σ exp(score / temperature), and the log-probabilities [R, P] less that.
+
+    From maxima [R, P, C] and sums [R, P, C].
+    """
+    log_prob = log_prob.contiguous()
+    log_total, offset = torch.empty_like(log_prob), torch.empty_like(log_prob)
+    _normalize[(log_prob.numel(),)](
+        maxima.contiguous(), sums.contiguous(), log_prob, log_total, offset,
+        maxima.shape[-1], host_number(1 / temperature, maxima.device),
+        BLOCK=512,
+    )  # fmt: skip
+    return log_total, offset

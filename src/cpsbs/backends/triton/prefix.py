@@ -1,0 +1,135 @@
+"""What a model holds after the prompt, from where its steps can have a fixed shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+
+from cpsbs.backends.triton.workspace import Shape, ladder
+
+ATTENTION = ("sdpa", "eager")
+"""Implementations of attention that take a mask to add to the scores."""
+
+UNDERSTOOD = {
+    *("past_key_values", "use_cache", "attention_mask", "decoder_attention_mask"),
+    *("encoder_outputs", "position_ids", "cache_position", "logits_to_keep"),
+}
+"""Inputs whose part in a step is known here."""
+
+
+class NotPossibleError(Exception):
+    """Why this search cannot have steps of fixed shape."""
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """What a model holds after the prompt, a row for each of the b sources."""
+
+    states: list[Tensor]
+    """[b, heads, length, dim] keys and values of all layers"""
+    mask: Tensor
+    """[b, length] which tokens of the prompt are seen"""
+    cross: list[Tensor]
+    """[b, heads, source length, dim] or none"""
+    cross_mask: Tensor
+    """[b, source length]"""
+    hidden: int
+
+    @classmethod
+    def of(cls, model: Any, kwargs: Mapping[str, Any]) -> Prefix:
+        """Of a model's inputs; says why not if they are not of the known kind."""
+        cache: Any = kwargs.get("past_key_values")
+        unknown = [name for name in kwargs.keys() - UNDERSTOOD if kwargs[name] is not None]
+        attention = model.config._attn_implementation
+        for obstacle, reason in (
+            (cache is None or kwargs.get("use_cache") is False, "it does not use its cache"),
+            (unknown, f"it has the inputs {', '.join(sorted(unknown))}"),
+            (hasattr(model, "_reorder_cache"), "it reorders its cache itself"),
+            (attention not in ATTENTION, f"its attention is {attention}"),
+            (torch.is_autocast_enabled(model.device.type), "autocast is on"),
+        ):
+            if obstacle:
+                raise NotPossibleError(reason)
+        both = isinstance(cache, EncoderDecoderCache)
+        if both != bool(model.config.is_encoder_decoder):
+            raise NotPossibleError(f"its cache is a {type(cache).__name__}")
+        states = _states(cache.self_attention_cache if both else cache)
+        cross = _states(cache.cross_attention_cache) if both else []
+        mask = _mask(kwargs.get("decoder_attention_mask" if both else "attention_mask"), states[0])
+        cross_mask = _mask(kwargs.get("attention_mask"), cross[0]) if both else mask[:, :0]
+        hidden = kwargs["encoder_outputs"][0].shape[-1] if both else 0
+        return cls(states, mask, cross, cross_mask, hidden)
+
+    @property
+    def sources(self) -> int:
+        """How many."""
+        return len(self.states[0])
+
+    @property
+    def length(self) -> int:
+        """Of the prompts, with their padding."""
+        return self.states[0].shape[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the keys and values."""
+        return self.states[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.states[0].device
+
+    def held(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
+        """What goes into buffers."""
+        return self.states, self.mask, self.cross, self.cross_mask
+
+    def of_sources(self, some: slice) -> Prefix:
+        """Of some of the sources."""
+        states, cross = ([x[some] for x in held] for held in (self.states, self.cross))
+        return Prefix(states, self.mask[some], cross, self.cross_mask[some], self.hidden)
+
+    def shape(self, k: int, steps: int, each: bool) -> Shape:
+        """Of the buffers for so many steps."""
+        cuda = self.device.type == "cuda"
+        return Shape(
+            sources=self.sources,
+            k=k,
+            capacity=ladder(self.length + steps, 32),
+            states=(len(self.states), *self.states[0].shape[1::2]),
+            cross=(len(self.cross), *self.cross[0].shape[1::2]) if self.cross else (0, 0, 0),
+            source_length=ladder(self.cross[0].shape[2], 16) if self.cross else 0,
+            hidden=self.hidden,
+            dtype=self.dtype,
+            device=self.device,
+            stream=torch.cuda.current_stream(self.device).cuda_stream if cuda else 0,
+            each=each,
+        )
+
+
+def _states(cache: Any) -> list[Tensor]:
+    """Keys and values of all layers, all [b, heads, length, dim]."""
+    kinds = {type(layer) for layer in cache.layers}
+    if kinds != {DynamicLayer} or cache.offloading:
+        names = ", ".join(sorted(kind.__name__ for kind in kinds))
+        raise NotPossibleError(f"its cache is of the kind {names or 'empty'}")
+    states = [state for layer in cache.layers for state in (layer.keys, layer.values)]
+    if len({(state.shape, state.dtype, state.device) for state in states}) > 1:
+        raise NotPossibleError("its layers differ in shape or device")
+    return states
+
+
+def _mask(given: Any, state: Tensor) -> Tensor:
+    """[b, length] of a mask that may go on behind it, or none."""
+    b, length = len(state), state.shape[2]
+    if given is None:
+        return torch.ones((b, length), dtype=torch.bool, device=state.device)
+    if given.ndim != 2 or len(given) != b or given.shape[1] < length:
+        raise NotPossibleError(f"its mask has the shape {list(given.shape)}")
+    mask: Tensor = given[:, :length].to(device=state.device, dtype=torch.bool)
+    return mask

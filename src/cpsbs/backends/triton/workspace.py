@@ -1,0 +1,335 @@
+"""The buffers of a decoding step of fixed shape, and the graphs that are recorded on them."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cache_utils import Cache, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+from cpsbs.backends.triton.attention import one_query_attention
+from cpsbs.backends.triton.layers import Clock, FixedRowLayer, RowLayer, SharedLayer, TableLayer
+from cpsbs.backends.triton.logits import Logits
+from cpsbs.backends.triton.recording import captured
+from cpsbs.backends.triton.reorder import reorder
+
+log = logging.getLogger("cpsbs")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What graphs and buffers depend on."""
+
+    sources: int
+    k: int
+    capacity: int
+    """The most tokens of a row, with the prompt."""
+    states: tuple[int, int, int]
+    """Keys and values of all layers: how many, heads, dimension of a head."""
+    cross: tuple[int, int, int]
+    """The same of the cross-attention."""
+    source_length: int
+    """0 without an encoder."""
+    hidden: int
+    """Of the encoder."""
+    dtype: torch.dtype
+    device: torch.device
+    stream: int
+    """On which the buffers are used; what is on one stream is never used at once."""
+    each: bool
+    """Whether the model is told the position of each row, or one for all."""
+
+
+class Workspace:
+    """The buffers of a shape, and its graphs, one for each window.
+
+    ``by_table`` says how its cache lies, see ``cpsbs.backends.triton.layers``.
+    """
+
+    def __init__(self, shape: Shape, by_table: bool) -> None:
+        self.shape, self.busy, self.by_table = shape, False, by_table
+        self.gave_up_table = False
+        rows = shape.sources * shape.k
+        count, heads, dim = shape.states
+        cross_count, cross_heads, cross_dim = shape.cross
+
+        def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=shape.device)
+
+        # A later search may write them outside of an inference mode that this one is in.
+        with torch.inference_mode(False):
+            self.parent = zeros(shape.sources, shape.k, dtype=torch.int64)
+            self.token = zeros(shape.sources, shape.k, dtype=torch.int64)
+            position = zeros(shape.sources, dtype=torch.int64)
+            self.clock = Clock(position, shape.capacity, shape.k if shape.each else 0)
+            # Up to which positions sources go on; those that rest stay at the first.
+            self.limit = zeros(shape.sources, dtype=torch.int64)
+            self.offset = zeros(rows, 1, dtype=torch.int64)
+            # In which row of its source each position of a row lies.
+            self.place = zeros(shape.sources, shape.k, shape.capacity, dtype=torch.int32)
+            self.mask = zeros(rows, 1, 1, shape.capacity)
+            self.states = zeros(count, rows, heads, shape.capacity, dim)
+            self.cross_mask = zeros(rows, 1, 1, shape.source_length)
+            cross_size = (cross_heads, shape.source_length, cross_dim)
+            self.cross = zeros(cross_count, shape.sources if by_table else rows, *cross_size)
+            # Its keys and values are in the cache: nothing but its shape is looked at.
+            self.encoded: Any = zeros(1, 1, 1).expand(rows, shape.source_length, shape.hidden)
+            self._make_cache()
+        self.logits = Logits()
+        self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
+        self.memo: dict[Any, Any] = {}
+        self.pool: Any = None
+
+    def _make_cache(self) -> None:
+        """What the model sees of the buffers."""
+        clock, own, cross = self.clock, _pairs(self.states), _pairs(self.cross)
+        self.held: list[TableLayer | SharedLayer] = []
+        layers: list[Any]
+        fixed: list[Any]
+        if self.by_table:
+            layers = [TableLayer(*pair, clock, self.place) for pair in own]
+            fixed = [SharedLayer(*pair, clock, self.shape.k) for pair in cross]
+            self.held = layers + fixed
+        else:
+            layers = [RowLayer(*pair, clock) for pair in own]
+            fixed = [FixedRowLayer(*pair, clock) for pair in cross]
+        self.cache: Any = Cache(layers=layers)
+        if fixed:
+            self.cache = EncoderDecoderCache(self.cache, Cache(layers=fixed))
+
+    @property
+    def bytes(self) -> int:
+        """Of the largest buffers."""
+        scores = self.logits.scores
+        return self.states.nbytes + self.cross.nbytes + (0 if scores is None else scores.nbytes)
+
+    def fill(
+        self,
+        at: Tensor,
+        states: Sequence[Tensor],
+        seen: Tensor,
+        cross: Sequence[Tensor],
+        cross_seen: Tensor,
+    ) -> None:
+        """Every row of some sources is what the source's one row was.
+
+        Args:
+            at: [n] which sources.
+            states: [n, heads, length, dim] keys and values of all layers.
+            seen: [n, length] which tokens of the prompt count.
+            cross: [n, heads, source length, dim] of the cross-attention, if there is any.
+            cross_seen: [n, source length]
+        """
+        length, k = seen.shape[1], self.shape.k
+        for buffers, given in ((self.states, states), (self.cross, cross)):
+            for buffer, state in zip(buffers, given, strict=True):
+                rows = buffer.view(self.shape.sources, -1, *buffer.shape[1:])
+                if self.by_table and buffers is self.states:
+                    rows[at, 0, :, :length] = state
+                else:
+                    # What is masked has to be finite.
+                    rows[at] = pad(state, (0, 0, 0, rows.shape[-2] - state.shape[2]))[:, None]
+        # The rows of a source share its prompt, which is in the first of them.
+        self.place[at] = 0
+        self.clock.position[at] = length - 1
+        self.limit[at] = self.shape.capacity - 1
+        for mask, shown in ((self.mask, seen), (self.cross_mask, cross_seen)):
+            hidden = torch.full_like(shown, torch.finfo(mask.dtype).min, dtype=mask.dtype)
+            hidden = pad(
+                hidden.masked_fill(shown, 0.0),
+                (0, mask.shape[-1] - shown.shape[1]),
+                value=torch.finfo(mask.dtype).min,
+            )
+            mask.view(self.shape.sources, k, -1)[at] = hidden[:, None]
+        # The padding before a prompt does not count in positions.
+        self.offset.view(-1, k)[at] = (seen.sum(-1) - length)[:, None]
+
+    def rest(self, at: Tensor) -> None:
+        """What these sources [n] hold is not needed any more; they stay at the beginning."""
+        self.clock.position[at], self.limit[at] = -1, 0
+        self.offset.view(-1, self.shape.k)[at] = 0
+
+    def take(self, other: Workspace, sources: Tensor, length: int) -> None:
+        """Sources [b] of another workspace, or of this one, whose rows have so many tokens."""
+        if self.by_table != other.by_table:
+            (self if self.by_table else other)._go_over_to_rows()
+        k = self.shape.k
+        rows = (sources[:, None] * k + torch.arange(k, device=sources.device)).flatten()
+        for mine, its in (
+            (self.offset, other.offset),
+            (self.mask, other.mask),
+            (self.cross_mask, other.cross_mask),
+        ):
+            mine.copy_(its.index_select(0, rows))
+        self.place.copy_(other.place.index_select(0, sources))
+        self.clock.position.copy_(other.clock.position.index_select(0, sources))
+        self.limit.copy_(other.limit.index_select(0, sources))
+        for mine, its in zip(self.cross, other.cross, strict=True):
+            mine.copy_(its.index_select(0, sources if self.by_table else rows))
+        for mine, its in zip(self.states, other.states, strict=True):
+            mine[:, :, :length].copy_(its[:, :, :length].index_select(0, rows))
+            if not self.by_table:
+                mine[:, :, length:].zero_()
+
+    @torch.no_grad()
+    def run(self, model: Any, length: int, strict: bool) -> Tensor:
+        """[rows, V] logits after the tokens in the buffer, before which there were ``length`` or
+        fewer.
+
+        What cannot be recorded is an error if we are strict, and is computed without a graph else.
+        """
+        window = min(ladder(length + 1, 32), self.shape.capacity)
+        cuda = self.shape.device.type == "cuda"
+        with torch.cuda.device(self.shape.device) if cuda else nullcontext():
+            if window not in self.graphs:
+                self.graphs[window] = self._record(model, window, strict)
+            graph = self.graphs[window]
+            if graph is None:
+                self._compute(model, window)
+            else:
+                graph.replay()
+        assert self.logits.scores is not None
+        return self.logits.scores
+
+    def _record(self, model: Any, window: int, strict: bool) -> torch.cuda.CUDAGraph | None:
+        """The step as a graph, or None where there are no graphs.
+
+        Before it is recorded it has to run once, for what is only done the first time. If every
+        row goes on as itself, that changes nothing that the step itself does not overwrite.
+        """
+        parent, self._before = self.parent.clone(), self.clock.position.clone()
+        self.parent.copy_(torch.arange(self.shape.k, device=parent.device).expand_as(parent))
+        graph = None
+        try:
+            if self.shape.device.type == "cuda":
+                graph = self._captured(model, window)
+            else:
+                with _NoWaiting():
+                    self._compute(model, window)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if strict:
+                raise
+            log.info("a step is not recorded: %s: %s", type(error).__name__, error)
+        self.parent.copy_(parent)
+        self.clock.position.copy_(self._before)
+        return graph
+
+    def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
+        if self.pool is None:
+            self.pool = torch.cuda.graph_pool_handle()
+        if self.logits.scores is None:
+            # This shows which operation makes the logits. The next time it is done another way,
+            # which has to run once before it is recorded, as everything has.
+            self._compute(model, window)
+            self.clock.position.copy_(self._before)
+        return captured(lambda: self._compute(model, window), self.pool, _NoWaiting())
+
+    def _compute(self, model: Any, window: int) -> None:
+        """Let the rows go on from their parents, and ask the model."""
+        self.clock.window = window
+        torch.minimum(self.clock.position + 1, self.limit, out=self.clock.position)
+        if self.by_table:
+            from cpsbs.backends.triton.kernels.cache import advance
+
+            advance(self.place, self.mask, self.parent, self.clock.position, window)
+            logits = self._ask(model, window)
+            if all(layer.was_read() for layer in self.held):
+                self.logits.keep(logits)
+                return
+            log.info("%s reads its cache itself; its rows are moved", type(model).__name__)
+            # The table has gone on already: what it says is what the parents held.
+            self._go_over_to_rows()
+            self.gave_up_table = True
+        else:
+            if self.shape.k > 1:
+                reorder(self.states, self.parent, self.clock.position, window)
+            here = self.clock.position[:, None, None].expand(-1, self.shape.k, 1)
+            self.mask.view_as(self.place).scatter_(2, here, 0.0)
+        self.logits.keep(self._ask(model, window))
+
+    def _ask(self, model: Any, window: int) -> Tensor:
+        """The model's logits after the tokens in the buffer."""
+        mask, token = self.mask[..., :window], self.token.view(-1, 1)
+        inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
+        if self.shape.source_length:
+            inputs |= {"decoder_input_ids": token, "decoder_attention_mask": mask}
+            inputs["encoder_outputs"] = BaseModelOutput(last_hidden_state=self.encoded)
+            inputs["attention_mask"] = self.cross_mask
+        else:
+            inputs |= {"input_ids": token, "attention_mask": mask}
+            if "position_ids" in inspect.signature(model.forward).parameters:
+                offset = self.offset.view_as(self.token)
+                inputs["position_ids"] = (offset + self.clock.position[:, None]).view(-1, 1)
+        for layer in self.held:
+            layer.begin()
+        with one_query_attention(self.held) if self.held else nullcontext():
+            return self.logits.of(model, inputs)
+
+    def _go_over_to_rows(self) -> None:
+        """Whatever the table says, put it into the rows; from here on they are moved."""
+        if self.shape.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("the model reads its cache otherwise than before")
+        sources, k = self.shape.sources, self.shape.k
+        source = torch.arange(sources, device=self.shape.device)[:, None, None]
+        t = torch.arange(self.shape.capacity, device=self.shape.device)
+        held = (t <= self.clock.position[:, None])[:, None, None, :, None]
+        with torch.inference_mode(False):
+            place = self.place.long()
+            for state in self.states:
+                rows = state.view(sources, k, *state.shape[1:])
+                found = rows[source, place, :, t].transpose(2, 3)
+                # What is masked has to be finite.
+                rows.copy_(torch.where(held, found, 0.0))
+            self.cross = self.cross.repeat_interleave(k, dim=1)
+            self.by_table = False
+            self._make_cache()
+        self.graphs.clear()
+
+
+def _pairs(states: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Keys and values of each layer."""
+    return list(zip(states[::2], states[1::2], strict=True))
+
+
+class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Raises where the host would wait for the device, which cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        of_values = torch.Tag.data_dependent_output in func.tags
+        if torch.Tag.dynamic_output_shape in func.tags:
+            indices = args[1] if func is torch.ops.aten.index.Tensor else []
+            picks = (torch.bool, torch.uint8)
+            of_values |= not indices or any(i is not None and i.dtype in picks for i in indices)
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
+            of_values |= len({x.device.type for x in tensors}) > 1
+        if of_values:
+            raise RuntimeError(f"{func} makes the host wait for the device in every step")
+        return result
+
+
+def rung(n: int) -> int:
+    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is not below n."""
+    power = 1 << max(n - 1, 0).bit_length()
+    return power // 4 * 3 if power >= 4 and n <= power // 4 * 3 else power
+
+
+def ladder(n: int, unit: int) -> int:
+    """The smallest of those, times the unit, that is not below n."""
+    return unit * rung(math.ceil(n / unit))

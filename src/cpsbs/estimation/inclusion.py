@@ -1,0 +1,272 @@
+"""π(y), the probability that a search keeps the sequence y (§4.2 of the paper).
+
+π(y) is a sum over all paths of the search (eq:monster-inclusion). Three ways to know it:
+
+- **own path**, ``Beams.log_inclusion``: Π_t π_t(y | Y_{t−1}) along the path that was taken. Its
+  reciprocal is an unbiased estimate of 1/π(y), given that y was kept.
+- **naive Monte Carlo** (eq:mc-naive): the share of M independent searches that keep y. Unbiased for
+  π(y), and useless for sequences that rarely come up; one that never did has no estimate.
+- **hindsight importance sampling** (eq:is-good): the mean of Π_t π_t(y | Ỹ_{t−1}) over M searches
+  that are forced to keep y, each step drawn from Q given that the prefix of y is in (eq:beam_cp_p).
+  Unbiased for π(y); its reciprocal is consistent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpsbs.conditional_poisson.inclusion import log_inclusion_at
+from cpsbs.conditional_poisson.population import split
+from cpsbs.conditional_poisson.weights import WithForcedItem
+from cpsbs.designs import Candidates, ConditionalPoissonDesign, Design, Selection, design_named
+from cpsbs.designs.conditional_poisson import draw_poisson
+from cpsbs.designs.drawing import DrawingDesign
+from cpsbs.models.base import SequenceModel
+from cpsbs.randomness import Streams
+from cpsbs.search.beams import Beams
+from cpsbs.search.recursion import search
+
+Models = Callable[[Tensor], SequenceModel]
+"""From the numbers of some sources [n], each as often as it is named, to a fresh model of them."""
+
+
+@dataclass(frozen=True)
+class Inclusion:
+    """Estimates of π(y) for the sequences of some beams."""
+
+    log_value: Tensor
+    """[B, K] log π(y), to give to ``estimate``; NaN where there is no estimate, or no sequence."""
+    standard_error: Tensor
+    """[B, K] of π(y); NaN where it is not known."""
+    runs: int
+    """M"""
+    method: str
+    never: Tensor
+    """[B, K] sequences that came up in none of the runs."""
+    log_runs: Tensor | None = None
+    """[B, K, M] what the runs said one by one, of hindsight importance sampling."""
+
+    def __str__(self) -> str:
+        missing = int(self.never.sum())
+        text = f"π by {self.method}, {self.runs} runs"
+        if missing:
+            text += f"; {missing} of the sequences never came up and have no estimate"
+        return text
+
+
+def monte_carlo_inclusion(
+    models: Models,
+    beams: Beams,
+    runs: int,
+    design: str | Design = "conditional-poisson",
+    *,
+    generator: torch.Generator | None = None,
+    batch_size: int = 64,
+) -> Inclusion:
+    """The share of independent searches that keep each of the beams' sequences (eq:mc-naive).
+
+    Args:
+        models: from the numbers of some sources, a tensor with as many repeats as searches are run
+            at once, to a model of them: ``lambda i: TransformersModel(model, input_ids=ids[i],
+            attention_mask=mask[i])``.
+        beams: their sequences are looked for; the searches have the same settings.
+        runs: M, for each source.
+        design: the one that the beams were drawn by.
+        generator: for the random numbers.
+        batch_size: how many searches to run at once.
+    """
+    chosen = design_named(design)
+    _check(beams, chosen, runs, batch_size)
+    if not chosen.distinct:
+        raise ValueError(f"design is {chosen!r}, which may draw a sequence twice: it has no π")
+    hits = torch.zeros_like(beams.log_prob)
+    places = [dict(_places(beams, b)) for b in range(len(beams))]
+    jobs = torch.arange(len(beams), device=hits.device).repeat_interleave(runs)
+    for job in torch.split(jobs, batch_size):
+        drawn = _search(models(job), beams, chosen, generator)
+        for row, b in enumerate(job.tolist()):
+            for y in drawn.tokens(row):
+                place = places[b].get(tuple(y))
+                if place is not None:
+                    hits[b, place] += 1
+    pi = hits / runs
+    never = beams.present & (hits == 0)
+    return Inclusion(
+        log_value=torch.where(hits > 0, pi.log(), math.nan),
+        standard_error=torch.where(hits > 0, monte_carlo_variance(pi, runs).sqrt(), math.nan),
+        runs=runs,
+        method="Monte Carlo",
+        never=never,
+    )
+
+
+def hindsight_inclusion(
+    models: Models,
+    beams: Beams,
+    runs: int,
+    design: str | Design = "conditional-poisson",
+    *,
+    generator: torch.Generator | None = None,
+    batch_size: int = 64,
+) -> Inclusion:
+    """Hindsight importance sampling (eq:is-good): the mean over searches forced to keep y.
+
+    Args:
+        models: as for ``monte_carlo_inclusion``.
+        beams: of conditional Poisson sampling.
+        runs: M, for each sequence.
+        design: the one that the beams were drawn by.
+        generator: for the random numbers.
+        batch_size: how many searches to run at once.
+    """
+    chosen = design_named(design)
+    if not isinstance(chosen, ConditionalPoissonDesign):
+        raise ValueError(
+            f"design is {chosen!r}; hindsight importance sampling is for conditional-poisson"
+        )
+    _check(beams, chosen, runs, batch_size)
+    source, place = beams.present.nonzero(as_tuple=True)
+    jobs = torch.arange(len(source), device=source.device).repeat_interleave(runs)
+    products = []
+    for job in torch.split(jobs, batch_size):
+        b, i = source[job], place[job]
+        forced = Hindsight(chosen, beams.sequences[b, i], beams.lengths[b, i])
+        drawn = _search(models(b), beams, forced, generator)
+        assert drawn.log_inclusion is not None
+        products.append(drawn.log_inclusion.amax(-1))
+    log_product = torch.cat(products).view(-1, runs)
+    log_runs = beams.log_prob.new_full((*beams.log_prob.shape, runs), math.nan)
+    log_runs[source, place] = log_product
+    log_value = log_runs.logsumexp(-1) - math.log(runs)
+    error = torch.full_like(log_value, math.nan)
+    if runs > 1:
+        error = log_runs.exp().std(-1) / math.sqrt(runs)
+    never = torch.zeros_like(beams.present)
+    return Inclusion(log_value, error, runs, "hindsight importance sampling", never, log_runs)
+
+
+class Hindsight(DrawingDesign):
+    """Conditional Poisson sampling given that the prefix of a sequence is in: the paper's Q̃.
+
+    A row of the search is forced through one sequence; ``log_inclusion`` of the result is
+    Σ_t log π_t of that sequence under Q, and -inf for all others.
+
+    Args:
+        design: Q.
+        sequences: [rows, T]
+        lengths: [rows]
+    """
+
+    name = "hindsight"
+    power_sums = 4
+
+    def __init__(
+        self, design: ConditionalPoissonDesign, sequences: Tensor, lengths: Tensor
+    ) -> None:
+        self.design, self._sequences, self._lengths = design, sequences, lengths
+
+    def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
+        """The empty sequence is a prefix of all."""
+        number = sources[:, None]
+        return {"row": number, "step": torch.zeros_like(number), "on": torch.ones_like(number)}
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """The prefix of the sequence, and K − 1 others."""
+        selection = super().select(candidates, k, streams, joint)
+        state = candidates.state
+        on = (selection.index == self._forced(candidates)) & selection.present
+        places = selection.index.shape
+        return Selection(
+            selection.index,
+            selection.present,
+            selection.log_inclusion,
+            state={
+                "row": state["row"][:, :1].expand(places),
+                "step": state["step"][:, :1].expand(places) + 1,
+                "on": on.to(torch.int64),
+            },
+        )
+
+    def log_weight(
+        self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Σ_t log π_t of the sequence."""
+        assert log_inclusion is not None
+        return torch.where(state["on"] > 0, log_inclusion, -math.inf), None
+
+    def _forced(self, candidates: Candidates) -> Tensor:
+        """[B, 1] the candidate that is a prefix of the sequence."""
+        row, step = candidates.state["row"][:, 0], candidates.state["step"][:, 0]
+        parent = candidates.state["on"].argmax(-1)
+        ended = step >= self._lengths[row]  # then it offers itself, in the place of token 0
+        last = self._sequences.shape[-1] - 1
+        token = torch.where(ended, 0, self._sequences[row, step.clamp(max=last)])
+        return (parent * candidates.shape[-1] + token)[:, None]
+
+    def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
+        """From Q̃; ``log_inclusion`` is that of the prefix under Q, in every place."""
+        weights = self.design.candidate_weights(candidates, k)
+        forced = self._forced(candidates)
+        row = torch.arange(len(forced), device=forced.device)[:, None]
+        with torch.inference_mode():
+            population = split(weights, k, "the model's scores")
+            y = population.relative(weights.take(row, forced))
+            log_pi = log_inclusion_at(population, y).clone()
+        drawn = draw_poisson(WithForcedItem(weights, forced), k, streams, joint=False)
+        return Selection(drawn.index, drawn.present, log_pi.expand(drawn.index.shape))
+
+
+def monte_carlo_variance(pi: Tensor, runs: int) -> Tensor:
+    """Var π^MC = (π − π²) / M (eq:mc-var)."""
+    return (pi - pi.square()) / runs
+
+
+def monte_carlo_reciprocal_variance(pi: Tensor, runs: int) -> Tensor:
+    """The asymptotic variance of 1/π^MC, (1/π³ − 1/π²) / M (prop:estimator-2)."""
+    return (pi**-3 - pi**-2) / runs
+
+
+def hindsight_reciprocal_variance_bound(pi: Tensor, ratio: Tensor, runs: int) -> Tensor:
+    """The bound of prop:is on the asymptotic variance of 1/π^IS, (r − 1) / (M π²).
+
+    ``ratio`` is r, a bound on Π_t π_t / π over all paths through y.
+    """
+    return (ratio - 1) / (runs * pi.square())
+
+
+def _search(
+    model: SequenceModel, beams: Beams, design: Design, generator: torch.Generator | None
+) -> Beams:
+    made = beams.settings
+    return search(
+        model,
+        made["k"],
+        design,
+        max_length=made["max_length"],
+        temperature=made["temperature"],
+        nucleus=made["nucleus"],
+        generator=generator,
+    )
+
+
+def _places(beams: Beams, source: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """The sequences of a source, each with its place in the beam."""
+    places = beams.present[source].nonzero()[:, 0].tolist()
+    return zip(map(tuple, beams.tokens(source)), places, strict=True)
+
+
+def _check(beams: Beams, design: Design, runs: int, batch_size: int) -> None:
+    made = beams.settings.get("design")
+    if made != repr(design):
+        raise ValueError(f"design is {design!r}, but the beams were drawn by {made}")
+    if runs < 1:
+        raise ValueError(f"runs is {runs}; it must be at least 1")
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}; it must be at least 1")

@@ -1,0 +1,469 @@
+"""Any transformers model that can ``generate``, decoder-only or encoder–decoder.
+
+What transformers does before it generates (running the encoder, making a cache, masks and
+positions) it does for us too: ``model.generate`` is called with a decoding method that only keeps
+what it is given. From there on the rows are ours. They are selected by parent at every step, so
+that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
+hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of some source
+changes, and on a CPU keys and values stay in the same memory (``growing``). On a GPU a step of many
+small kernels costs more to launch than to compute; there every source keeps the same number of
+rows, and the step is recorded once (``cpsbs.backends.triton.recorded``).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from cpsbs.models.transformers.moves import Moves, rows_of_value
+from cpsbs.models.transformers.processors import Criteria, Layout, Processors
+
+if TYPE_CHECKING:
+    from cpsbs.backends.triton.recorded import RecordedSteps
+
+CACHE = "past_key_values"
+
+OURS = ("MaxLengthCriteria", "EosTokenCriteria")
+"""Stopping criteria that the search itself stands for."""
+
+FORCED_END = "ForcedEOSTokenLogitsProcessor"
+
+NEUTRAL: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+}
+"""Settings that change the distribution, at the value that does not."""
+
+
+def inherited(model: Any, config: Any) -> dict[str, Any]:
+    """Settings in ``config`` that change the distribution and come from the checkpoint."""
+    own = model.generation_config
+    found = {name: getattr(own, name, None) for name in NEUTRAL}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != NEUTRAL[name] and getattr(config, name, None) == value
+    }
+
+
+class TransformersModel:
+    """A transformers model with its inputs, for the search.
+
+    Args:
+        model: anything with ``generate``.
+        logits_processor: processors to apply to the scores of the next token, on top of those that
+            the arguments below ask for. The result is normalised again. None are taken over from
+            the checkpoint's generation config but what defines the model's support: forced,
+            suppressed and bad tokens.
+        inputs: what you would pass to ``generate``: ``input_ids``, ``attention_mask``,
+            ``encoder_outputs``, … Prompts of decoder-only models are padded on the left.
+    """
+
+    def __init__(self, model: Any, *, logits_processor: Any = None, **inputs: Any) -> None:
+        processors = [] if logits_processor is None else list(logits_processor)
+        prepared = _prepared(model, processors, **inputs)
+        self._begin(model, **prepared, mask_is_given=inputs.get("attention_mask") is not None)
+
+    @classmethod
+    def from_generate(cls, model: Any, **given: Any) -> TransformersModel:
+        """From what transformers hands to a decoding method (see ``_begin``), a row a source."""
+        self = cls.__new__(cls)
+        self._begin(model, **given)
+        return self
+
+    def _begin(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        config: Any,
+        processors: Any,
+        criteria: Any,
+        kwargs: dict[str, Any],
+        mask_is_given: bool = False,
+    ) -> None:
+        if not model.config.is_encoder_decoder:
+            mask = None if mask_is_given else config.pad_token_id
+            _refuse_right_padding(input_ids, kwargs.get("attention_mask"), mask)
+        self._model, self._kwargs = model, dict(kwargs)
+        self.name = type(model).__name__
+        self.prompt, self._ids = input_ids, input_ids
+        self.sources = len(input_ids)
+        self.device = input_ids.device
+        eos = config.eos_token_id
+        self.eos: tuple[int, ...] = (
+            () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+        )
+        first_eos = self.eos[0] if self.eos else 0
+        self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
+        layout = Layout(self.sources, config.num_beams, self.pad)
+        # An unfinished sequence of maximal length is an outcome here; its end is not forced.
+        wanted = [p for p in processors if type(p).__name__ != FORCED_END]
+        # Not a method: a cycle of references would keep buffers on the device for too long.
+        ended = partial(_have_ended, self.eos, input_ids.shape[-1])
+        self._processors = Processors(wanted, layout, ended)
+        others = [c for c in criteria if type(c).__name__ not in OURS]
+        self._criteria = Criteria(others, copy.copy(layout))
+        self._in_training = any(module.training for module in model.modules())
+        self._source = torch.arange(self.sources, device=self.device)
+        self._started, self._owns = False, False
+        self._recorded: RecordedSteps | None = None
+        text_config = model.config.get_text_config()
+        self.vocab_size: int = getattr(text_config, "vocab_size", 0)
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(self._model.config.is_encoder_decoder)
+
+    def start(self) -> Tensor:
+        """Scores of the first token after the prompt."""
+        if self._started:
+            raise ValueError("a TransformersModel holds the state of one search; make another one")
+        self._started = True
+        return self._forward(first=True)
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Scores after one more token."""
+        if self.device.type == "cpu" and self._ids.shape[-1] == self.prompt.shape[-1]:
+            self._let_grow()
+        self._select(parent)
+        self._ids = torch.cat([self._ids, token[:, None]], dim=-1)
+        return self._forward(first=False)
+
+    def _let_grow(self) -> None:
+        """The cache of the prompt gets room for what follows."""
+        cache = self._kwargs.get(CACHE)
+        cache = getattr(cache, "self_attention_cache", cache)
+        if hasattr(cache, "layers") and not torch.is_grad_enabled():
+            from cpsbs.models.transformers.growing import let_grow
+
+            let_grow(cache)
+
+    def fix_rows(self, k: int, steps: int) -> bool:
+        """Whether every source can have K rows from here on, for at most ``steps`` more tokens.
+
+        Then ``step`` takes the place of ``advance``. It is possible after ``start``, on a GPU, for
+        models that hold nothing between tokens but keys and values; and not if the caller has
+        stopping criteria.
+        """
+        from cpsbs.backends.triton import recorded
+
+        on_gpu = self.device.type == "cuda"
+        at_start = self._started and len(self._ids) == self.sources and self._recorded is None
+        if not (on_gpu or recorded.ON_CPU) or not at_start or self._criteria or steps < 1:
+            return False
+        with self._evaluating():
+            self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart)
+        if self._recorded is None:
+            return False
+        del self._kwargs[CACHE]
+        if self._processors:
+            self._ids = self._ids.repeat_interleave(k, dim=0)
+            self._source = self._source.repeat_interleave(k)
+        return True
+
+    def step(self, parent: Tensor, token: Tensor) -> Tensor:
+        """[b·K, V] scores after one more token, once the rows are fixed.
+
+        The next step overwrites them. They are of the model's dtype unless there are processors.
+
+        Args:
+            parent: [b, K] which of its source's rows, 0 … K − 1, each row continues. At first they
+                are all alike.
+            token: [b, K]
+        """
+        if self._recorded is None:
+            raise ValueError("step() needs fix_rows() to have returned True")
+        with self._evaluating():
+            scores = self._recorded.step(parent, token)
+        if not self._processors:
+            return scores
+        first = torch.arange(0, parent.numel(), parent.shape[1], device=self.device)
+        before = self._ids[(first[:, None] + parent).flatten()]
+        self._ids = torch.cat([before, token.reshape(-1, 1)], dim=-1)
+        return self._processors(self._ids, scores.to(torch.float32, copy=True), self._source)
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """What others want to keep as long as the buffers of ``step`` are there."""
+        if self._recorded is None:
+            raise ValueError("memo needs fix_rows() to have returned True")
+        return self._recorded.memo
+
+    def keep_sources(self, sources: Tensor) -> None:
+        """Only these sources [b'], in ascending order, go on; the rows are fixed."""
+        if self._recorded is None:
+            raise ValueError("keep_sources() needs fix_rows() to have returned True")
+        self._recorded.keep_sources(sources)
+        if self._processors:
+            self._ids = self._ids.view(-1, self._recorded.k, self._ids.shape[-1])[sources]
+            self._ids = self._ids.flatten(0, 1)
+            self._source = self._source.view(-1, self._recorded.k)[sources].flatten()
+
+    def rest(self, places: list[int]) -> None:
+        """Nobody asks for the sources in these places any more; the rows are fixed."""
+        if self._recorded is not None:
+            self._recorded.rest(places)
+
+    def admits(self, other: Any) -> bool:
+        """Whether the sources of another one, which has started, can take places here."""
+        same = isinstance(other, TransformersModel) and other._model is self._model
+        if self._recorded is None or not same:
+            return False
+        if self._processors or other._processors or other._criteria or other._recorded is not None:
+            return False
+        prefix = other._prefix()
+        return prefix is not None and self._recorded.admits(prefix)
+
+    def join(self, places: list[int], other: TransformersModel) -> None:
+        """The sources of another one take these places; ``admits`` has said that they can."""
+        prefix = other._prefix()
+        if self._recorded is None or prefix is None:
+            raise ValueError("join() needs admits() to have returned True")
+        self._recorded.join(places, prefix)
+        del other._kwargs[CACHE]
+
+    def release(self) -> None:
+        """The search is over: its buffers are for others."""
+        self._recorded = None
+
+    def _prefix(self) -> Any:
+        """What it holds after the prompt; None if that is not of the known kind."""
+        from cpsbs.backends.triton.prefix import NotPossibleError, Prefix
+
+        try:
+            return Prefix.of(self._model, self._kwargs)
+        except NotPossibleError:
+            return None
+
+    def _apart(self) -> TransformersModel:
+        """A copy that can go on by itself, without processors."""
+        apart = copy.copy(self)
+        apart._processors, apart._kwargs = self._processors.without_any(), dict(self._kwargs)
+        if CACHE in apart._kwargs:
+            apart._kwargs[CACHE] = _shallow(apart._kwargs[CACHE])
+        return apart
+
+    def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
+        """[rows] whether a stopping criterion of the caller ends these extensions."""
+        if not self._criteria:
+            return None
+        if not len(parent):
+            return torch.zeros(0, dtype=torch.bool, device=self.device)
+        ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
+        return self._criteria(ids, self._source[parent])
+
+    def _evaluating(self) -> AbstractContextManager[None]:
+        """Switch off dropout, if there is any; to look at all modules would slow every step."""
+        trains = self._in_training or self._model.training
+        return evaluating(self._model) if trains else nullcontext()
+
+    def _forward(self, first: bool) -> Tensor:
+        with self._evaluating():
+            return self._scores(first)
+
+    def _scores(self, first: bool) -> Tensor:
+        use_cache = self._kwargs.get("use_cache", True) and not first
+        inputs = self._model.prepare_inputs_for_generation(
+            self._ids,
+            next_sequence_length=1 if use_cache else None,
+            is_first_iteration=first,
+            **self._kwargs,
+        )
+        outputs = self._model(**inputs, return_dict=True)
+        self._kwargs = self._model._update_model_kwargs_for_generation(
+            outputs, self._kwargs, is_encoder_decoder=self._is_encoder_decoder
+        )
+        logits: Tensor = outputs.logits[:, -1, :]
+        scores = logits.to(dtype=torch.float32, device=self.device)
+        if scores.dtype == logits.dtype and self._processors:
+            scores = scores.clone()
+        scores = self._processors(self._ids, scores, self._source)
+        self.vocab_size = scores.shape[-1]
+        return scores
+
+    def _select(self, parent: Tensor) -> None:
+        """Keep the rows [rows] named, in their order."""
+        same_rows = len(parent) == len(self._ids) and bool(
+            (parent == torch.arange(len(parent), device=parent.device)).all()
+        )
+        if same_rows:
+            return
+        source = self._source[parent]
+        same_sources = len(source) == len(self._source) and torch.equal(source, self._source)
+        moves = self._moves(parent, source)
+        self._ids, self._source = self._ids[parent], source
+        cache = self._kwargs.get(CACHE)
+        if cache is not None:
+            self._reorder(cache, parent, None if same_sources else moves)
+        for name, value in self._kwargs.items():
+            if name == CACHE:
+                continue
+            if self._grows(name):
+                self._kwargs[name] = rows_of_value(value, Moves(parent))
+            elif not same_sources:
+                self._kwargs[name] = rows_of_value(value, moves)
+        self._owns |= not same_sources
+
+    def _moves(self, parent: Tensor, source: Tensor) -> Moves:
+        """What it takes that rows are those of other sources.
+
+        The rows of a source have the same encoder states. So where there are fewer rows than
+        before, and they are nobody else's, only those at the borders of sources are written anew.
+        """
+        shrinks = self._owns and len(source) <= len(self._source)
+        if shrinks and self.device.type == "cpu" and not torch.is_grad_enabled():
+            return Moves(parent, (source != self._source[: len(source)]).nonzero()[:, 0])
+        return Moves(parent)
+
+    def _grows(self, name: str) -> bool:
+        """Whether this input has an entry for every token of a hypothesis."""
+        if self._is_encoder_decoder:
+            return name.startswith("decoder_")
+        # The masks and positions of all hypotheses of a source are alike.
+        return False
+
+    def _reorder(self, cache: Any, parent: Tensor, of_sources: Moves | None) -> None:
+        """Rows of the cache; those that belong to sources only if these have changed."""
+        if hasattr(self._model, "_reorder_cache"):
+            self._kwargs[CACHE] = self._model._reorder_cache(cache, parent)
+        elif hasattr(cache, "self_attention_cache"):
+            cache.self_attention_cache.reorder_cache(parent)
+            if of_sources is not None:
+                for layer in cache.cross_attention_cache.layers:
+                    if layer.is_initialized:
+                        layer.keys, layer.values = map(of_sources, (layer.keys, layer.values))
+        elif hasattr(cache, "reorder_cache"):
+            cache.reorder_cache(parent)
+        else:
+            raise ValueError(
+                f"{type(self._model).__name__} keeps a {type(cache).__name__}, which cannot be "
+                "reordered; pass use_cache=False"
+            )
+
+
+def _have_ended(eos: tuple[int, ...], prompt: int, ids: Tensor) -> Tensor:
+    """[rows] whether there is an end token in these rows [rows, t], behind the prompt."""
+    ends = torch.tensor(eos, dtype=ids.dtype, device=ids.device)
+    return torch.isin(ids[:, prompt:], ends).any(-1)
+
+
+def _shallow(cache: Any) -> Any:
+    """A cache of the same tensors. Layers that grow replace theirs and do not write into them."""
+    cache = copy.copy(cache)
+    for name in ("self_attention_cache", "cross_attention_cache"):
+        if hasattr(cache, name):
+            setattr(cache, name, _shallow(getattr(cache, name)))
+    if hasattr(cache, "layers"):
+        cache.layers = [copy.copy(layer) for layer in cache.layers]
+    return cache
+
+
+def _prepared(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
+    """What transformers prepares for a decoding method.
+
+    Settings of the checkpoint that change the distribution are set back, unless the inputs name
+    them; what cannot be set back is refused.
+    """
+    refuse_empty(inputs.get("input_ids"))
+    own = inherited(model, model.generation_config)
+    stubborn = [name for name in own if NEUTRAL[name] is None and name not in inputs]
+    if stubborn:
+        raise ValueError(
+            f"model.generation_config sets {', '.join(stubborn)}, which changes the distribution; "
+            "set it to None"
+        )
+    plain = {name: NEUTRAL[name] for name in own if name not in inputs}
+    plain |= {"num_beams": 1, "num_return_sequences": 1}
+    if not {"max_new_tokens", "max_length"} & inputs.keys():
+        plain["max_new_tokens"] = 1
+
+    def keep(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": input_ids,
+            "config": generation_config,
+            "processors": logits_processor,
+            "criteria": stopping_criteria,
+            "kwargs": kwargs,
+        }
+
+    with evaluating(model):
+        kept: dict[str, Any] = model.generate(
+            **inputs, **plain, logits_processor=processors, custom_generate=keep
+        )
+    return kept
+
+
+def refuse_empty(input_ids: Tensor | None) -> None:
+    """Refuse a batch without sources."""
+    if input_ids is not None and not len(input_ids):
+        raise ValueError("input_ids has no rows; a search needs at least one source")
+
+
+def _refuse_right_padding(ids: Tensor, mask: Tensor | None, pad: int | None) -> None:
+    """Refuse prompts [B, t] that do not end where the model is to go on.
+
+    The mask [B, t] says what is padding. If nobody gave one, transformers takes the padding token
+    for padding, but not where it also ends sequences: then ``pad`` is looked for here. A row that
+    ends with it, where others do not, is taken to be padded.
+    """
+    padded = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    if mask is not None and mask.ndim == 2:
+        padded |= mask[:, -1] == 0
+    if pad is not None:
+        ends = ids[:, -1] == pad
+        padded |= ends & (ids != pad).any(-1) & ~ends.all()
+    if bool(padded.any()):
+        row = int(padded.nonzero()[0, 0])
+        raise ValueError(
+            f"input_ids is padded on the right in row {row}; prompts of a decoder-only model must "
+            'be padded on the left: set tokenizer.padding_side = "left", and pass the attention '
+            "mask"
+        )
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switch off dropout in a model that is being trained, and switch it on again afterwards.
+
+    With dropout there is no one distribution to sample from.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
