@@ -76,9 +76,9 @@ class Timed(Design):
     """A design that counts the seconds it takes."""
 
     def __init__(self, design: Design) -> None:
-        self.design, self.name = design, design.name
+        self.design, self.name = design, design.name  # type: ignore[misc]
         self.clocked = Clocked(design.select)
-        self.power_sums = design.power_sums
+        self.power_sums = design.power_sums  # type: ignore[misc]
         self.roots, self.begin = design.roots, design.begin  # type: ignore[method-assign]
         self.log_weight = design.log_weight  # type: ignore[method-assign]
 

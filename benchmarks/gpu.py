@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.tables import into_readme, table
 from cpsbs import TransformersModel, load, search
-from cpsbs.backends.triton.kernels import POWER_SUMS
+from cpsbs.backends import backend_for
 from cpsbs.designs import Candidates, design_named
 from cpsbs.randomness import Streams, split_seed
 from cpsbs.scores.reading import beam_chunk_length, read
@@ -67,9 +67,10 @@ def selecting(name: str, scores: Tensor, k: int) -> Callable[[], object]:
     """A step of a design on scores [B, K, V], from the scores to the picks and their inclusion."""
     sources, parents, tokens = scores.shape
     design = design_named(name)
-    streams = Streams(split_seed(0, sources, DEVICE), sources, DEVICE)
-    length = beam_chunk_length(parents, tokens, k, DEVICE)
-    terms = POWER_SUMS if design.power_sums > 1 else 1
+    backend = backend_for(DEVICE)
+    streams = Streams(split_seed(0, sources, DEVICE), sources, DEVICE, backend)
+    length = beam_chunk_length(parents, tokens, k, backend)
+    terms = backend.power_sums(design.power_sums)
     log_prob = torch.zeros((sources, parents), dtype=torch.float64, device=DEVICE).log_softmax(-1)
     row = torch.arange(sources, device=DEVICE)
     begun = design.begin(k, streams, row)
@@ -78,7 +79,11 @@ def selecting(name: str, scores: Tensor, k: int) -> Callable[[], object]:
 
     def run() -> None:
         candidates = Candidates(
-            log_prob, read(scores, 1.0, length, terms), finished, state, torch.zeros_like(log_prob)
+            log_prob,
+            read(scores, 1.0, length, terms, backend=backend),
+            finished,
+            state,
+            torch.zeros_like(log_prob),
         )
         design.select(candidates, k, streams)
 

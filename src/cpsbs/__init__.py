@@ -4,19 +4,20 @@ from typing import TYPE_CHECKING, Any
 
 import cpsbs.interrupts  # noqa: F401, before anything that takes long
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
+from cpsbs.contracts import check_design
 from cpsbs.designs import DESIGNS, Design
-from cpsbs.designs.contract import check_design
 from cpsbs.estimation.estimate import Estimate, estimate
 from cpsbs.estimation.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusion
 from cpsbs.estimation.metrics import diversity, sentence_bleu
 from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersModel
+from cpsbs.models.checks import check_model
 from cpsbs.randomness import split_seed
 from cpsbs.search.beams import Beams, Step
 from cpsbs.search.recursion import search, search_each
 from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:
-    from cpsbs.models.transformers.generate import generate
+    from cpsbs.generation import generate
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ __all__ = [
     "TransformersModel",
     "__version__",
     "check_design",
+    "check_model",
     "diversity",
     "estimate",
     "generate",
@@ -51,7 +53,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """``generate`` needs transformers, which is loaded only when it is asked for."""
     if name == "generate":
-        from cpsbs.models.transformers.generate import generate
+        from cpsbs.generation import generate
 
         return generate
     raise AttributeError(f"module 'cpsbs' has no attribute {name!r}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpsbs.backends.triton import kernels
+from cpsbs.backends.base import TORCH, Backend
 
 Generators = torch.Generator | Sequence[torch.Generator] | None
 """One generator, one for each row, or torch's default one."""
@@ -34,27 +34,34 @@ class Counters:
 class Streams:
     """Random numbers for ``rows`` rows on a device."""
 
-    def __init__(self, generator: Generators, rows: int, device: torch.device) -> None:
+    def __init__(
+        self, generator: Generators, rows: int, device: torch.device, backend: Backend = TORCH
+    ) -> None:
         if isinstance(generator, Sequence) and len(generator) != rows:
             raise ValueError(
                 f"generator has {len(generator)} generators; it must have one for each row, {rows}"
             )
         self.generator = generator
-        self._device = device
+        self._device, self._backend = device, backend
         self.counters: Counters | None = None
-        if isinstance(generator, Sequence) and kernels.usable(device):
+        if isinstance(generator, Sequence) and backend.counts_random_numbers:
             seeds = [_state(g) for g in generator]
             both = torch.tensor(seeds, dtype=torch.int64, device="cpu").view(-1, 2).to(device)
             self.counters = Counters(both[:, 0].contiguous(), both[:, 1].contiguous())
 
     @staticmethod
-    def split(seed: int, sources: int | Sequence[int], device: torch.device | str) -> Streams:
-        """Those of the generators of ``split_seed``, which a card needs not make for it."""
+    def split(
+        seed: int,
+        sources: int | Sequence[int],
+        device: torch.device | str,
+        backend: Backend = TORCH,
+    ) -> Streams:
+        """Return those of the generators of ``split_seed``; counters are made without them."""
         device = torch.device(device)
         numbers = range(sources) if isinstance(sources, int) else sources
-        if device.type != "cuda" or not kernels.usable(device):
+        if not backend.counts_random_numbers:
             return Streams(split_seed(seed, numbers, device), len(numbers), device)
-        streams = Streams(None, len(numbers), device)
+        streams = Streams(None, len(numbers), device, backend)
         mixed = [_mixed(seed, i) % 2**63 for i in numbers]
         seeds = torch.tensor(mixed, dtype=torch.int64, device="cpu")
         seeds = seeds.to(device)
@@ -76,11 +83,7 @@ class Streams:
     def uniform(self, row: Tensor, size: tuple[int, ...]) -> Tensor:
         """[A, *size] float64 in [0, 1), for the rows [A] named."""
         if self.counters is not None:
-            from cpsbs.backends.triton.kernels.noise import uniform
-
-            numbers = uniform(self.counters.seeds, self.counters.counts, row, size)
-            self.counters.counts.index_add_(0, row, torch.ones_like(row))
-            return numbers
+            return self._backend.uniform(self.counters, row, size)
         if isinstance(self.generator, Sequence):
             drawn = torch.empty((len(row), *size), dtype=torch.float64, device=self._device)
             for own, r in zip(drawn.unbind(), row.tolist(), strict=True):
@@ -91,14 +94,14 @@ class Streams:
     def select(self, rows: Tensor) -> Streams:
         """The streams of some of the rows."""
         if self.counters is not None:
-            some = Streams(None, 0, self._device)
+            some = Streams(None, 0, self._device, self._backend)
             some.counters = Counters(self.counters.seeds[rows], self.counters.counts[rows])
             # What goes on here draws nothing that is drawn there.
             self.counters.counts.index_add_(0, rows, torch.full_like(rows, 2**16))
             return some
         if isinstance(self.generator, Sequence):
             chosen = [self.generator[r] for r in rows.tolist()]
-            return Streams(chosen, len(chosen), self._device)
+            return Streams(chosen, len(chosen), self._device, self._backend)
         return self
 
     def put(self, rows: Sequence[int], others: Streams) -> None:
@@ -115,7 +118,7 @@ class Streams:
 
     def copy(self) -> Streams:
         """The same streams, of which others may be put into the copy; generators are shared."""
-        copied = Streams(None, 0, self._device)
+        copied = Streams(None, 0, self._device, self._backend)
         copied.generator = self.generator
         if self.counters is not None:
             copied.counters = Counters(self.counters.seeds.clone(), self.counters.counts.clone())

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from cpsbs.backends import backend_for
 from cpsbs.designs import Design
 from cpsbs.estimation.inclusion import Models
 from cpsbs.loading import EMBEDDED as EMBEDDED
@@ -149,6 +150,7 @@ class TextModel:
         """
         length = self.usual_length if max_length is None else max_length
         chosen = fresh_seed(None) if seed is None else seed
+        backend = backend_for(self.model.device)
         texts, numbers = iter(batches), streams
         if numbers is None:
             texts, again = tee(texts)
@@ -169,7 +171,7 @@ class TextModel:
             max_length=length,
             temperature=temperature,
             nucleus=nucleus,
-            generator=(Streams.split(chosen, own, self.model.device) for own in numbers),
+            generator=(Streams.split(chosen, own, self.model.device, backend) for own in numbers),
             joint=joint,
             entropy=entropy,
             path=path,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpsbs import ConditionalPoisson, FunctionModel, search
+from cpsbs.backends import backend_for
 from cpsbs.backends.triton.kernels import POWER_SUMS, noise, poisson
 from cpsbs.backends.triton.kernels.closing import close_rows
 from cpsbs.backends.triton.kernels.head import find_head
@@ -32,7 +33,9 @@ def drawn(
 ) -> Made:  # fmt: skip
     """A sample by the kernels, and the weights that it is from."""
     sources, parents, _ = scores.shape
-    table = reading.read(scores, temperature, length, POWER_SUMS)
+    table = reading.read(
+        scores, temperature, length, POWER_SUMS, backend=backend_for(scores.device)
+    )
     if log_prob is None:
         log_prob = torch.zeros((sources, parents), dtype=torch.float64, device=scores.device)
         log_prob = log_prob.log_softmax(-1)
@@ -52,7 +55,7 @@ def check_reading(device: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         scores = random_scores(device, 2, 3, 300).to(dtype)
         scores[0, 1, 128:192] = -math.inf
-        ours = reading.read(scores, 0.7, 64, 4)
+        ours = reading.read(scores, 0.7, 64, 4, backend=backend_for(scores.device))
         maxima, sums = torch.empty_like(ours.maxima), torch.empty_like(ours.sums)
         reading._read_by_blocks(
             scores.flatten(0, 1), 0.7, 64, maxima.flatten(0, 1), sums.flatten(1, 2)
@@ -182,7 +185,7 @@ def check_head(device: str) -> None:
         offset = random_scores(device, sources, parents, seed=1).double() - 20.0
         if parents > 2:
             offset[:, 1], scores[0, 2], scores[0, 2, -3:] = -math.inf, -math.inf, 5.0
-        table = reading.read(scores, temperature, 64, 1)
+        table = reading.read(scores, temperature, 64, 1, backend=backend_for(scores.device))
         values = (scores.double() / temperature + offset[..., None]).flatten(1)
         if sources > 1:
             offset[1, -1] = math.nan
@@ -217,7 +220,7 @@ def check_normalizing(device: str) -> None:
     scores[0, 1], scores[1, 0, 3], scores[1, 1, 3] = -math.inf, math.nan, math.inf
     log_prob = random_scores(device, 2, 3, seed=1).double()
     log_prob[1, 2] = -math.inf
-    table = reading.read(scores, 0.7, 64, 1)
+    table = reading.read(scores, 0.7, 64, 1, backend=backend_for(scores.device))
     log_total, offset = table.normalize(log_prob)
     good = log_total.isfinite()
     assert good.tolist() == [[True, False, True], [False, False, True]]
@@ -243,11 +246,15 @@ def check_extending(device: str) -> None:
         )  # fmt: skip
         scores = random_scores(device, sources, k, tokens)
         scores[2, 4, 0] = math.nan if broken else 0.0
-        candidates = Candidates(beam.log_prob, reading.read(scores, 0.7, 64, 1), beam.finished)
+        candidates = Candidates(
+            beam.log_prob,
+            reading.read(scores, 0.7, 64, 1, backend=backend_for(scores.device)),
+            beam.finished,
+        )
         token = torch.where(some(2) > 0, some(tokens), some(10))
         selection = Selection(some(k) * tokens + token, some(5) > 0, real[2] if known else None)
         ends = extension.lasting(eos, torch.device(device))
-        expected = extension._by_torch(beam, candidates, selection, ends, 1, None)
+        expected = extension._by_torch(beam, candidates, selection, ends, 1)
         new = extension.extended(beam, candidates, selection, eos, 1)
         flag = torch.zeros((), dtype=torch.bool, device=device)
         into = Outcome(beam, torch.empty_like(beam.token), flag)
@@ -286,9 +293,9 @@ def check_gumbel(device: str) -> None:
             scores[7] *= 50
         threshold = random_scores(device, sources, 1, scale=5.0, seed=3).double() - 5.0
         state = {"score": score, "threshold": threshold.expand(-1, parents)}
-        table = reading.read(scores, temperature, 64, 1)
+        table = reading.read(scores, temperature, 64, 1, backend=backend_for(scores.device))
         candidates = Candidates(log_prob, table, finished, state)
-        streams = Streams(None, sources, torch.device(device))
+        streams = Streams(None, sources, torch.device(device), backend_for(device))
         seeds = torch.arange(sources, device=device) + 7
         streams.counters = Counters(seeds, seeds % 3)
         other = streams.copy()

@@ -15,6 +15,7 @@ from cpsbs import (
     load,
     search,
 )
+from cpsbs.backends import backend_for
 from cpsbs.randomness import Streams, split_seed
 from cpsbs.text import demonstration
 from tests.models.tiny import make, prompts
@@ -64,8 +65,10 @@ def test_samples_have_their_law() -> None:
 
 
 def test_streams_of_a_seed_are_those_of_its_generators() -> None:
-    ours = Streams.split(2**70 + 5, [3, 0, 7], "cuda").counters
-    theirs = Streams(split_seed(2**70 + 5, [3, 0, 7], "cuda"), 3, torch.device("cuda")).counters
+    device = torch.device("cuda")
+    backend = backend_for(device)
+    ours = Streams.split(2**70 + 5, [3, 0, 7], device, backend).counters
+    theirs = Streams(split_seed(2**70 + 5, [3, 0, 7], device), 3, device, backend).counters
     assert ours is not None
     assert theirs is not None
     assert torch.equal(ours.seeds, theirs.seeds)

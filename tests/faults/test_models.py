@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
 
@@ -281,7 +281,7 @@ class OwnModel:
     """A model of one's own that goes wrong after some steps."""
 
     sources, vocab_size, pad = 2, 6, 0
-    eos: tuple[int, ...] = (0,)
+    eos: int | Sequence[int] = (0,)
     device = torch.device("cpu")
 
     def __init__(self, wrong: Callable[[Tensor], Any], after: int) -> None:
@@ -324,6 +324,20 @@ def test_what_a_model_of_ones_own_returns_is_checked_at_every_step(
     call = "start" if after == 0 else "advance"
     with pytest.raises(ValueError, match=rf"model\.{call}\(\) returned .*{message}"):
         search(OwnModel(wrong, after), 3, design, max_length=6, generator=0)
+
+
+@pytest.mark.parametrize(("eos", "lengths"), [(0, {1, 2, 3}), ([0, 5], {1, 2, 3}), ((), {3})])
+def test_a_token_many_or_none_end_the_sequences_of_a_model_of_ones_own(
+    eos: Any, lengths: set[int]
+) -> None:
+    model = OwnModel(lambda x: x, 99)
+    model.eos = eos
+    beams = search(model, 40, "gumbel-top-k", max_length=3, generator=0)
+    assert set(beams.lengths.flatten().tolist()) == lengths
+    ends = [eos] if isinstance(eos, int) else list(eos)
+    for y, done in zip(beams.tokens(0), beams.finished[0].tolist(), strict=True):
+        assert done == (y[-1] in ends)
+        assert not set(y[:-1]) & set(ends)
 
 
 def test_what_stops_returns_is_checked() -> None:

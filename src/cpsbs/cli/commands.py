@@ -192,7 +192,7 @@ def estimate_command(
         size = batch_size or usual_size(loaded.model.device, k)
 
         def estimates(numbers: list[int]) -> list[Record]:
-            joint = repeats == 1 and k > 1 and not in_hindsight
+            joint = draw.tells_by_joint and repeats == 1 and not in_hindsight
             entropy = function is Function.entropy and not plain
             several = [
                 draw.again(r).beams(loaded, found, numbers, joint=joint, entropy=entropy)
@@ -321,7 +321,7 @@ def demo(
         console = Console(highlight=False)
         for name in ("conditional-poisson", "stratified"):
             draw = drawing(loaded, k, design_named(name), temperature, None, None, seed)
-            beams = draw.beams(loaded, [text], [0], joint=k > 1, entropy=True)
+            beams = draw.beams(loaded, [text], [0], joint=draw.tells_by_joint, entropy=True)
             if name == "conditional-poisson":
                 count = f"{k} different translations" if k > 1 else "One translation"
                 console.print(f"{count}, drawn by {name}. BLEU is against")

@@ -52,6 +52,11 @@ class Draw:
             **keep,
         )
 
+    @property
+    def tells_by_joint(self) -> bool:
+        """Whether one beam tells its error only by joint inclusion probabilities."""
+        return self.design.needs_joint and self.k > 1
+
     def again(self, repeat: int) -> Draw:
         """The same with other random numbers, of seeds that nobody types."""
         return replace(self, seed=self.seed + repeat * 2**32)
@@ -119,7 +124,7 @@ def compared(
     draw: Draw, model: TextModel, text: str, reference: str | None, likely: set[tuple[int, ...]]
 ) -> Record:
     """What one design does with a text; ``likely`` is what beam search finds."""
-    beams = draw.beams(model, [text], [0], joint=draw.k > 1, entropy=True)
+    beams = draw.beams(model, [text], [0], joint=draw.tells_by_joint, entropy=True)
     texts = model.texts(beams)[0]
     entry = beams.to_dict()["sources"][0]
     record: Record = {"design": beams.design, "text": text, "texts": texts, **entry}

@@ -35,18 +35,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cpsbs.scores.memory import numbers
+from cpsbs.scores.memory import block_size, numbers
 
 ALIASING = 1e-19
 """Probability of the values of S that are mistaken for others."""
 
 TAIL_ODDS_LIMIT = 0.25
 """The odds of a tail item never exceed this; see ``population``."""
-
-
-def block_size(device: torch.device) -> int:
-    """Elements to work on at a time: within cache on a CPU, a full load for an accelerator."""
-    return 2**19 if device.type == "cpu" else 2**23
 
 
 class PowerSums:

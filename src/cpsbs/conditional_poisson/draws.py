@@ -15,10 +15,10 @@ import math
 import torch
 from torch import Tensor
 
-from cpsbs.conditional_poisson.bernoulli_sum import block_size, variance_bound
+from cpsbs.conditional_poisson.bernoulli_sum import variance_bound
 from cpsbs.conditional_poisson.population import Population, Tail
 from cpsbs.randomness import Streams
-from cpsbs.scores.memory import numbers
+from cpsbs.scores.memory import block_size, numbers
 
 
 def draw(population: Population, samples: int, streams: Streams) -> Tensor:

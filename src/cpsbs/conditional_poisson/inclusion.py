@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cpsbs.conditional_poisson.bernoulli_sum import BernoulliSum, block_size
+from cpsbs.conditional_poisson.bernoulli_sum import BernoulliSum
 from cpsbs.conditional_poisson.population import Population, Tail
-from cpsbs.scores.memory import working_memory
+from cpsbs.scores.memory import block_size, working_memory
 
 
 def log_inclusion_at(population: Population, y: Tensor) -> Tensor:

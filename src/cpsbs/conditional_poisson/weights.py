@@ -16,9 +16,8 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from cpsbs.conditional_poisson.bernoulli_sum import block_size
 from cpsbs.scores.largest import chunk_length, largest_by_chunks
-from cpsbs.scores.memory import numbers, working_memory
+from cpsbs.scores.memory import block_size, numbers, working_memory
 from cpsbs.scores.reading import Chunks, Largest
 
 NO_DIFFERENCE = -38.0

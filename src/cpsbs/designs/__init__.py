@@ -1,12 +1,11 @@
 """Sampling designs: rules that pick K of N weighted candidates and know how likely each was.
 
-``conditional_poisson`` is the distribution. The other modules put a design into the search, one a
-file: ``poisson``, ``gumbel``, ``top_k``, ``independent``, ``arithmetic``, ``diverse``; ``base``
-says what the search expects of one.
+Each has a module of its own. ``base`` says what the search expects of a design, ``variance`` has
+the error estimate by joint inclusion, and ``cpsbs.contracts`` checks a design of one's own.
 """
 
 from cpsbs.designs.arithmetic import Arithmetic
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
 from cpsbs.designs.calibrated import Calibrated
 from cpsbs.designs.conditional_poisson import ConditionalPoissonDesign
 from cpsbs.designs.diverse import Diverse
@@ -15,6 +14,7 @@ from cpsbs.designs.independent import Independent
 from cpsbs.designs.stratified import Stratified
 from cpsbs.designs.sum_and_sample import SumAndSample
 from cpsbs.designs.top_k import TopK
+from cpsbs.scores.candidates import Candidates, Selection
 
 DESIGNS: dict[str, type[Design]] = {
     design.name: design

@@ -11,18 +11,21 @@ A code has 53 bits, and decoding a token uses up as many as it is surprising. Wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.independent import Independent, invert, one_each
+from cpsbs.designs.variance import Drawn, no_freedom
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 FRESH = 24
 """Bits that a code must have left to decode one more token."""
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Arithmetic(Independent):
     """K samples by arithmetic sampling; each counts 1/K."""
 
@@ -48,3 +51,9 @@ class Arithmetic(Independent):
         code = ((code - start) / length).clamp_(0, 1 - 2.0**-53)
         bits = bits + length.log2()
         return one_each(candidates, token, {"code": code, "bits": bits})
+
+    def variance(
+        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return None: all rows rest on one random draw, and only repeated beams tell the error."""
+        return None, no_freedom(weight)

@@ -1,8 +1,7 @@
 """What a design is to the search: it picks K candidates and says what it knows of them.
 
-A step of the recursion offers, for each of B sources, the extensions of P parents by V tokens. A
-finished parent offers one candidate, itself, in the place of token 0. A design returns K of the
-P·V candidates. It knows nothing of sequences; the search knows nothing of weights.
+``cpsbs.scores.candidates`` has what it picks from, and what it returns. A design knows nothing of
+sequences; the search knows nothing of weights.
 """
 
 from __future__ import annotations
@@ -10,126 +9,52 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import fields, is_dataclass
+from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
-from cpsbs.conditional_poisson.bernoulli_sum import block_size
+from cpsbs.designs.variance import Drawn, joint_variance, no_freedom
 from cpsbs.randomness import Streams
-from cpsbs.scores.reading import Chunks
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The extensions of P parents by V tokens, for each of B sources."""
-
-    log_prob: Tensor
-    """[B, P] float64, log p of the parents; -inf where there is none."""
-    chunks: Chunks
-    """The model's scores of the next token [B, P, V], not normalised, -inf for no candidate; and
-    what a first reading of them tells."""
-    finished: Tensor
-    """[B, P] parents that offer themselves and nothing else."""
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, P] what the design returned with these parents."""
-    log_inclusion: Tensor | None = None
-    """[B, P] float64, the sum of what the design returned as such along the path of the parents."""
-
-    @property
-    def shape(self) -> torch.Size:
-        """B, P, V."""
-        return self.chunks.shape
-
-    @property
-    def log_total(self) -> Tensor:
-        """[B, P] float64, log Σ exp(score)."""
-        return self._normalized[0]
-
-    @property
-    def offset(self) -> Tensor:
-        """[B, P] float64; log p of a candidate is its score plus this."""
-        return self._normalized[1]
-
-    @cached_property
-    def _normalized(self) -> tuple[Tensor, Tensor]:
-        return self.chunks.normalize(self.log_prob)
-
-    def log_conditional(self) -> Tensor:
-        """[B, P, V] float64 log p(token | parent)."""
-        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
-        return scores.sub_(self.log_total[..., None])
-
-    def log_joint(self) -> Tensor:
-        """[B, P·V] float64 log p of the candidates."""
-        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
-        return scores.add_(self.offset[..., None]).flatten(1)
-
-    def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Candidates:
-        """The extensions of some parents of some sources."""
-        past = self.log_inclusion
-        return Candidates(
-            self.log_prob[rows][:, parents],
-            self.chunks.of(rows, parents),
-            self.finished[rows][:, parents],
-            {name: value[rows][:, parents] for name, value in self.state.items()},
-            None if past is None else past[rows][:, parents],
-        )
-
-    def entropy(self) -> Tensor:
-        """[B, P] float64 entropy of the next token after each parent; 0 for a finished one."""
-        rows = self.chunks.rows
-        # Block by block, so that nothing of the size of the scores is kept.
-        parts = torch.split(rows, max(1, block_size(rows.device) // rows.shape[-1]))
-        kind = torch.promote_types(rows.dtype, torch.float32)
-        scaled = (part.to(kind) / self.chunks.temperature for part in parts)
-        sums = [torch.special.entr(x.softmax(-1)).sum(-1, dtype=torch.float64) for x in scaled]
-        entropy, row = torch.cat(sums), self.chunks.row
-        if row is None:
-            entropy = entropy.view(self.log_prob.shape)
-        else:
-            entropy = entropy[row.clamp(max=len(rows) - 1)]
-        return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
-
-    def parent_of(self, index: Tensor) -> Tensor:
-        """[B, K] the parents of the candidates [B, K]."""
-        return index // self.shape[-1]
-
-    def log_prob_of(self, index: Tensor) -> Tensor:
-        """[B, K] float64 log p of the candidates [B, K]."""
-        return self.chunks.take_along(index) + self.offset.gather(-1, self.parent_of(index))
-
-
-@dataclass(frozen=True)
-class Selection:
-    """K of the candidates of each source."""
-
-    index: Tensor
-    """[B, K] candidate numbers, parent·V + token."""
-    present: Tensor
-    """[B, K] false for places that stay empty because there are fewer than K candidates."""
-    log_inclusion: Tensor | None = None
-    """[B, K] log probability that the candidate was picked, given the parents; if it is known."""
-    joint_log_inclusion: Tensor | None = None
-    """[B, K, K] the same of pairs; only if it was asked for."""
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, K] what the design wants to find with these candidates in the next step."""
+from cpsbs.scores.candidates import Candidates, Selection
 
 
 class Design(ABC):
     """A rule that picks K candidates.
 
-    ``name`` is what people call it, ``summary`` what it is in a line. ``distinct`` says that no
-    candidate is picked twice, ``estimates`` that its beams have weights for estimates, and
-    ``power_sums`` how many the first reading of the scores is to collect.
+    A design is a value: make it a frozen dataclass whose fields are its settings, with
+    ``repr=False`` and ``eq=False`` to keep what is here. Two designs are equal if they are of the
+    same class with equal settings. One that has attributes other than dataclass fields is equal to
+    itself only, because nobody can tell whether these are settings.
+
+    A recordable design must be hashable: recordings of its steps are found again by it.
     """
 
-    name: str
-    summary: str = ""
-    power_sums: int = 1
-    distinct: bool = True
-    estimates: bool = True
+    name: ClassVar[str]
+    """What people call it."""
+    summary: ClassVar[str] = ""
+    """What it does, in a line."""
+    power_sums: ClassVar[int] = 1
+    """How many power sums the first reading of the scores collects for it."""
+    distinct: ClassVar[bool] = True
+    """Whether it never picks a candidate twice."""
+    estimates: ClassVar[bool] = True
+    """Whether its beams have weights for estimates."""
+    needs_joint: ClassVar[bool] = False
+    """Whether one beam tells its error only if it was searched with ``joint=True``."""
+
+    def __eq__(self, other: object) -> bool:
+        if self is other or type(self) is not type(other):
+            return self is other
+        mine, its = self._settings(), other._settings()
+        return mine == its and vars(self).keys() | vars(other).keys() <= mine.keys()
+
+    def __hash__(self) -> int:
+        return hash((type(self), *self._settings().values()))
+
+    def _settings(self) -> dict[str, Any]:
+        """Return the dataclass fields, none for another class."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
 
     def __repr__(self) -> str:
         """The name, and the settings that are not the usual ones."""
@@ -172,3 +97,27 @@ class Design(ABC):
         if log_inclusion is None:
             return None, None
         return log_inclusion, log_prob - log_inclusion
+
+    def variance(
+        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return [B, d] an estimate of the variance of Σ w f / scale from one beam, or None.
+
+        NaN stands for a source whose beam does not know its error. By default the variance comes
+        from joint inclusion, if the beams have it and K > 1.
+
+        Args:
+            beams: what the design has drawn, with ``log_weight`` as its weights.
+            weight: [B, K] the weights, relative to e^unit; zero in empty places.
+            values: [B, K, d] f of the sequences; zero in empty places.
+            unit: [B] or [1].
+            scale: [B, 1] for normalised estimates, where values are f − G; else None.
+
+        Returns:
+            The variance, and [B] its degrees of freedom, on the CPU: inf where it is no sample
+            variance.
+        """
+        pairs, freedom = beams.joint_log_inclusion, no_freedom(weight)
+        if pairs is None or beams.k == 1:
+            return None, freedom
+        return joint_variance(beams, pairs, weight, values, unit, scale), freedom

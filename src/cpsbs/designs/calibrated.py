@@ -10,22 +10,25 @@ reported are those of the weights, exactly.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from cpsbs.conditional_poisson.population import TooFewError
 from cpsbs.conditional_poisson.weights import CandidateWeights
-from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.conditional_poisson import draw_poisson
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import find_targets
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Calibrated(DrawingDesign):
     """Conditional Poisson with the odds of min(1, c·u) as weights."""
 
     name = "calibrated"
     summary = "conditional Poisson aimed at inclusion in proportion to what a prefix counts"
-
     power_sums = 4
+    needs_joint = True
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """A conditional Poisson sample with the odds of the targets as weights."""
@@ -33,4 +36,5 @@ class Calibrated(DrawingDesign):
         if bool(targets.few.any()):
             raise TooFewError(f"a source has no more than k = {k} candidates", targets.few)
         offset = targets.offset + targets.log_scale[:, None]
-        return draw_poisson(CandidateWeights(candidates.chunks, offset, True), k, streams, joint)
+        weights = CandidateWeights(candidates.chunks, offset, True)
+        return draw_poisson(weights, k, streams, joint, candidates.chunks.backend)

@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal, cast
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from cpsbs.backends.base import MOST_DRAWN, Backend
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.conditional_poisson.draws import draw
 from cpsbs.conditional_poisson.inclusion import joint_log_inclusion_at, log_inclusion_at
 from cpsbs.conditional_poisson.population import split
 from cpsbs.conditional_poisson.weights import CandidateWeights, PlainWeights, Weights
-from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.drawing import DrawingDesign
-from cpsbs.randomness import Counters, Streams
-
-MOST_BY_KERNEL = 256
-"""Largest K that a kernel draws; it holds the 8 K + 40 largest candidates in registers."""
+from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class ConditionalPoissonDesign(DrawingDesign):
     """K candidates with probability proportional to the product of their weights (eq:q).
 
@@ -34,24 +34,25 @@ class ConditionalPoissonDesign(DrawingDesign):
     name = "conditional-poisson"
     summary = "the paper's CPSBS: conditional Poisson sampling at every step"
     power_sums = 4
+    needs_joint = True
 
-    def __init__(
-        self, weights: Literal["odds", "probability"] = "odds", anneal: float = 1.0
-    ) -> None:
-        if weights not in ("odds", "probability"):
-            raise ValueError(f'weights is {weights!r}; allowed are "odds" and "probability"')
-        if not isinstance(anneal, int | float) or not 0 <= anneal < math.inf:
-            raise ValueError(f"anneal is {anneal!r}; allowed are finite numbers from 0 on")
-        self.weights: Literal["odds", "probability"] = weights
-        self.anneal = anneal
+    weights: Literal["odds", "probability"] = "odds"
+    anneal: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.weights not in ("odds", "probability"):
+            raise ValueError(f'weights is {self.weights!r}; allowed are "odds" and "probability"')
+        if not isinstance(self.anneal, int | float) or not 0 <= self.anneal < math.inf:
+            raise ValueError(f"anneal is {self.anneal!r}; allowed are finite numbers from 0 on")
 
     def recordable(self, k: int) -> bool:
-        """Where kernels draw."""
-        return self.anneal == 1.0 and k <= MOST_BY_KERNEL
+        """Return whether a backend can draw without a look at what it draws."""
+        return self.anneal == 1.0 and k <= MOST_DRAWN
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """A conditional Poisson sample."""
-        return draw_poisson(self.candidate_weights(candidates, k), k, streams, joint)
+        weights = self.candidate_weights(candidates, k)
+        return draw_poisson(weights, k, streams, joint, candidates.chunks.backend)
 
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
@@ -71,12 +72,13 @@ class ConditionalPoissonDesign(DrawingDesign):
         return PlainWeights(design.log_weights)
 
 
-def draw_poisson(weights: Weights, k: int, streams: Streams, joint: bool) -> Selection:
-    """A conditional Poisson sample, with its inclusion probabilities."""
-    counters = streams.counters
-    of_scores = isinstance(weights, CandidateWeights) and weights.chunks.by_kernels
-    if counters is not None and of_scores and not joint and k <= MOST_BY_KERNEL:
-        return _by_kernel(cast(CandidateWeights, weights), k, counters)
+def draw_poisson(
+    weights: Weights, k: int, streams: Streams, joint: bool, backend: Backend
+) -> Selection:
+    """Return a conditional Poisson sample, with its inclusion probabilities."""
+    fused = None if joint else backend.draw_conditional_poisson(weights, k, streams)
+    if fused is not None:
+        return fused
     with torch.inference_mode():
         population = split(weights, k, "the model's scores")
         index = draw(population, 1, streams)[0]
@@ -90,12 +92,3 @@ def draw_poisson(weights: Weights, k: int, streams: Streams, joint: bool) -> Sel
         log_inclusion=log_inclusion.clone(),
         joint_log_inclusion=None if pairs is None else pairs.clone(),
     )
-
-
-def _by_kernel(weights: CandidateWeights, k: int, counters: Counters) -> Selection:
-    """The same by Triton kernels, where sources with too few candidates keep them all."""
-    from cpsbs.backends.triton.kernels.poisson import draw
-
-    seeds, counts = counters.seeds, counters.counts
-    drawn = draw(weights.chunks, weights.offset, weights.odds, k, seeds, counts)
-    return Selection(drawn.index, drawn.present, drawn.log_inclusion)

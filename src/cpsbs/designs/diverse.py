@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
 from cpsbs.designs.top_k import largest
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Diverse(Design):
     """Diverse beam search.
 
@@ -31,13 +34,14 @@ class Diverse(Design):
     estimates = False
     distinct = False  # two groups may hold the same sequence
 
-    def __init__(self, strength: float = 0.5, groups: int | None = None) -> None:
-        if strength < 0:
-            raise ValueError(f"strength is {strength}; it must not be negative")
-        if groups is not None and groups < 1:
-            raise ValueError(f"groups is {groups}; it must be at least 1")
-        self.strength = strength
-        self.groups = groups
+    strength: float = 0.5
+    groups: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.strength < math.inf:
+            raise ValueError(f"strength is {self.strength}; allowed are finite numbers from 0 on")
+        if self.groups is not None and self.groups < 1:
+            raise ValueError(f"groups is {self.groups}; it must be at least 1")
 
     def roots(self, k: int) -> int:
         """Every group starts by itself."""
@@ -52,7 +56,7 @@ class Diverse(Design):
         return {"score": torch.zeros(shape, dtype=torch.float64, device=sources.device)}
 
     def recordable(self, k: int) -> bool:
-        """Nothing is looked at."""
+        """Return True: a selection never synchronises with the host."""
         return True
 
     def select(

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cpsbs.conditional_poisson.population import TooFewError
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
 class DrawingDesign(Design):

@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpsbs.backends.triton import kernels
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
 from cpsbs.designs.top_k import largest
+from cpsbs.designs.variance import Drawn, no_freedom, weighted
 from cpsbs.randomness import Streams
-from cpsbs.scores.reading import Chunks
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class GumbelTopK(Design):
     """Stochastic beam search."""
 
@@ -42,18 +44,15 @@ class GumbelTopK(Design):
         return {"score": score, "threshold": torch.full_like(score, -math.inf)}
 
     def recordable(self, k: int) -> bool:
-        """Nothing is looked at."""
+        """Return True: a selection never synchronises with the host."""
         return True
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
         """The K candidates with the largest scores."""
-        if streams.counters is not None and _for_kernels(candidates.chunks, k):
-            from cpsbs.backends.triton.kernels.gumbel import select
-
-            return select(candidates, k, streams.counters)
-        return self._by_torch(candidates, k, streams)
+        fused = candidates.chunks.backend.select_gumbel_top_k(candidates, k, streams)
+        return self._by_torch(candidates, k, streams) if fused is None else fused
 
     def _by_torch(self, candidates: Candidates, k: int, streams: Streams) -> Selection:
         """The reference."""
@@ -94,11 +93,20 @@ class GumbelTopK(Design):
         log_q = torch.where(excess < -36, excess, log_q)  # 1 − exp(−x) = x for small x
         return log_q, log_prob - log_q
 
+    def variance(
+        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return Σ (w f)² (1 − q): given the threshold, the terms are uncorrelated.
 
-def _for_kernels(chunks: Chunks, k: int) -> bool:
-    """Whether kernels can find the K + 1 largest of the chunks, and of the members of as many."""
-    most = max(chunks.maxima[0].numel(), (k + 1) * chunks.length)
-    return chunks.by_kernels and most < kernels.MOST_CHUNKS and k < kernels.MOST_IN_HEAD
+        With K = 1 the variance is infinite, and there is no estimate of it.
+        """
+        freedom = no_freedom(weight)
+        if beams.log_inclusion is None or beams.k == 1:
+            return None, freedom
+        left = torch.where(beams.present, -torch.expm1(beams.log_inclusion), 0.0)
+        spread = (left[..., None] * weighted(weight, values, scale).square()).sum(1)
+        # A ratio is fitted to the same K sequences that its error is taken from.
+        return spread if scale is None else spread * beams.k / (beams.k - 1), freedom
 
 
 def _gumbel(uniform: Tensor) -> Tensor:

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
+from cpsbs.designs.variance import ROUNDING, Drawn, no_freedom, weighted
 from cpsbs.randomness import BELOW_ONE, Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Independent(Design):
     """K independent samples; each counts 1/K."""
 
@@ -27,7 +31,7 @@ class Independent(Design):
         return k
 
     def recordable(self, k: int) -> bool:
-        """Nothing is looked at."""
+        """Return True: a selection never synchronises with the host."""
         return True
 
     def select(
@@ -43,6 +47,19 @@ class Independent(Design):
     ) -> tuple[Tensor | None, Tensor | None]:
         """No inclusion probability; 1/K."""
         return None, torch.full_like(log_prob, -math.log(log_prob.shape[-1]))
+
+    def variance(
+        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return the variance of the K samples over K, with K − 1 degrees of freedom."""
+        freedom = no_freedom(weight)
+        if beams.k == 1:
+            return None, freedom
+        terms = weighted(weight, values, scale)
+        # Independent samples that all agree do not tell how often they would not.
+        spread = terms.var(1) * beams.k
+        spread = torch.where(spread > ROUNDING * terms.sum(1).square(), spread, math.nan)
+        return spread, torch.full_like(freedom, float(beams.k - 1))
 
 
 def one_each(

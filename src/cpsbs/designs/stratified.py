@@ -23,19 +23,22 @@ it makes no difference whether a candidate with c·u = 1 is called heavy or ligh
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpsbs.designs.base import Candidates, Selection
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
+from cpsbs.designs.variance import ROUNDING, Drawn, no_freedom, weighted
 from cpsbs.randomness import BELOW_ONE, Streams, shuffled
+from cpsbs.scores.candidates import Candidates, Selection
 
 SOME_DOUBT = 0.05
 """The variance from which on a parent counts in full when offsets are spread."""
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Stratified(DrawingDesign):
     """Every parent gets the children that it is worth."""
 
@@ -43,7 +46,7 @@ class Stratified(DrawingDesign):
     summary = "every prefix gets the children that it is worth; best for estimates"
 
     def recordable(self, k: int) -> bool:
-        """Nothing is looked at."""
+        """Return True: a selection never synchronises with the host."""
         return True
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
@@ -103,6 +106,29 @@ class Stratified(DrawingDesign):
             present=present,
             log_inclusion=torch.where(is_heavy.gather(-1, order), 0.0, log_target),
         )
+
+    def variance(
+        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        """Return what the variance would be if the light picks were independent.
+
+        They are usually better than that, because they are spread over the parents, and the
+        estimate is on the safe side; it can be too small where f differs more between the children
+        of a hypothesis than between hypotheses.
+        """
+        if beams.log_inclusion is None:
+            return None, no_freedom(weight)
+        terms = weighted(weight, values, scale)
+        light = (beams.present & (beams.log_inclusion < 0))[..., None].to(terms.dtype)
+        count = light.sum(1)
+        mean = (light * terms).sum(1) / count.clamp(min=1)
+        spread = (light * (terms - mean[:, None]).square()).sum(1)
+        spread = spread * count / (count - 1).clamp(min=1)
+        # Light picks that all agree, or a single one, do not tell how much others would differ; a
+        # beam without any is not random.
+        seen = (spread > ROUNDING * terms.sum(1).square()) | (count == 0)
+        freedom = torch.where(count == 0, math.inf, (count - 1).clamp(min=1))[:, 0]
+        return torch.where(seen, spread, math.nan), freedom.cpu()
 
 
 def _starts(size: Tensor, times: Tensor, share: Tensor, turn: Tensor, uniform: Tensor) -> Tensor:

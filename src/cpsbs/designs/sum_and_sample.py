@@ -13,17 +13,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpsbs.conditional_poisson.population import finite_or_zero
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
 from cpsbs.designs.independent import invert
 from cpsbs.designs.top_k import largest
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class SumAndSample(Design):
     """K − 1 sequences by beam search, and one sample of the rest of the distribution."""
 
@@ -36,7 +39,7 @@ class SumAndSample(Design):
         return {"log_dropped": never}
 
     def recordable(self, k: int) -> bool:
-        """Nothing is looked at."""
+        """Return True: a selection never synchronises with the host."""
         return True
 
     def select(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.conditional_poisson.population import finite_or_zero
-from cpsbs.designs.base import Candidates
+from cpsbs.scores.candidates import Candidates
 
 FORBIDDEN = 1e12
 """Difference of log-probabilities beyond which float64 no longer holds four digits of log c."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cpsbs.designs.base import Candidates, Design, Selection
+from cpsbs.designs.base import Design
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class TopK(Design):
     """Beam search (eq:beam_subset). Nothing is random, and nothing is known of inclusion."""
 
@@ -20,7 +23,7 @@ class TopK(Design):
     estimates = False
 
     def recordable(self, k: int) -> bool:
-        """Nothing is looked at."""
+        """Return True: a selection never synchronises with the host."""
         return True
 
     def select(

@@ -12,7 +12,7 @@ much smaller.
 The expectation is under the distribution that was searched: processed, scaled by the temperature,
 cut off at ``max_length``, where a sequence that has not ended counts as an outcome.
 
-How much one beam tells of its error is told in ``uncertainty``; several independent ones always do.
+``uncertainty`` says how much one beam tells of its error; several independent ones always do.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpsbs.designs import Design
 from cpsbs.estimation.uncertainty import one_beam_variance, student_quantile
 from cpsbs.search.beams import Beams
 
@@ -61,6 +62,8 @@ class Estimate:
     """How many beams."""
     settings: Mapping[str, Any]
     """How the beams were made; see ``Beams.settings``."""
+    made_by: Design | None = None
+    """The design that made the beams, if they know it."""
 
     @property
     def standard_error(self) -> Tensor | None:
@@ -111,10 +114,9 @@ class Estimate:
         ]
 
     def _hint(self, before: str) -> str:
-        """What would give an error bar from one beam of this design."""
-        design = str(self.settings.get("design", ""))
-        needs = design.startswith(("conditional-poisson", "calibrated"))
-        needs = needs and self.repeats == 1 and not self.estimator.startswith("given")
+        """Return what would give an error bar from one beam of this design."""
+        needs = self.made_by is not None and self.made_by.needs_joint and self.variance is None
+        needs = needs and not self.estimator.startswith("given")
         return f"{before}search with joint=True (and k > 1)" if needs else ""
 
     def _line(self, b: int, where: str) -> str:
@@ -225,14 +227,23 @@ def estimate(
         estimator=source + (", normalised" if normalize else ""),
         repeats=len(several),
         settings={**several[0].settings, **({"seed": seeds} if len(several) > 1 else {})},
+        made_by=several[0].made_by,
     )
 
 
 def _check_same(several: Sequence[Beams]) -> None:
-    """Beams that are to be averaged must be independent and of one kind."""
+    """Refuse beams that cannot be averaged: they must be independent and of one kind."""
     if len({(b.design, b.k, len(b)) for b in several}) > 1:
         raise ValueError("beams of different designs, sizes or numbers of sources cannot be mixed")
-    for name in ("design", "temperature", "nucleus", "max_length", "model"):
+    designs: list[Any] = [b.made_by for b in several]
+    if None in designs:  # beams from elsewhere have the design's settings in print at most
+        designs = [b.settings.get("design") for b in several]
+    if any(design != designs[0] for design in designs):
+        raise ValueError(
+            f"beams made with different settings of design cannot be mixed: {designs}. A design "
+            "that is no frozen dataclass is equal to itself only: pass one object to all searches"
+        )
+    for name in ("temperature", "nucleus", "max_length", "model"):
         made = [b.settings.get(name) for b in several]
         if any(value != made[0] for value in made):
             raise ValueError(

@@ -23,11 +23,12 @@ from torch import Tensor
 from cpsbs.conditional_poisson.inclusion import log_inclusion_at
 from cpsbs.conditional_poisson.population import split
 from cpsbs.conditional_poisson.weights import WithForcedItem
-from cpsbs.designs import Candidates, ConditionalPoissonDesign, Design, Selection, design_named
+from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
 from cpsbs.designs.conditional_poisson import draw_poisson
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 from cpsbs.search.beams import Beams
 from cpsbs.search.recursion import search
 
@@ -219,7 +220,8 @@ class Hindsight(DrawingDesign):
             population = split(weights, k, "the model's scores")
             y = population.relative(weights.take(row, forced))
             log_pi = log_inclusion_at(population, y).clone()
-        drawn = draw_poisson(WithForcedItem(weights, forced), k, streams, joint=False)
+        forcing = WithForcedItem(weights, forced)
+        drawn = draw_poisson(forcing, k, streams, False, candidates.chunks.backend)
         return Selection(drawn.index, drawn.present, log_pi.expand(drawn.index.shape))
 
 

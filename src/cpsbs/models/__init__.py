@@ -1,8 +1,15 @@
-"""Sequence models: what the search needs of one (``base``), and adapters."""
+"""Sequence models: the contract (``base``), a check of it (``checks``), and adapters."""
 
-from cpsbs.models.base import SequenceModel
+from cpsbs.models.base import FixedRowModel, SequenceModel, StoppingModel
 from cpsbs.models.function import FunctionModel
 from cpsbs.models.table import TableModel
 from cpsbs.models.transformers.adapter import TransformersModel
 
-__all__ = ["FunctionModel", "SequenceModel", "TableModel", "TransformersModel"]
+__all__ = [
+    "FixedRowModel",
+    "FunctionModel",
+    "SequenceModel",
+    "StoppingModel",
+    "TableModel",
+    "TransformersModel",
+]

@@ -2,63 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from cpsbs.models.base import score_faults
+
 
 class FunctionModel:
-    """A function that scores the next token.
+    """A model whose scores of the next token come from a function of the prefix.
 
     Args:
         next_log_probs: maps prefixes [rows, t] to log-probabilities [rows, V] of the next token (or
-            any scores whose softmax is meant). If it takes a second argument by the name of
-            ``source``, it also gets the number of each row's source, [rows].
+            any scores whose softmax is meant). If it has another parameter called ``source``, it
+            also gets the number of each row's source, [rows]. A partial that has bound ``source``
+            keeps what it has bound.
         vocab_size: V.
-        eos: the token, or the tokens, that end a sequence.
-        sources: how many inputs there are.
-        device: where the prefixes are put.
+        eos: the token, or the tokens, that end a sequence; an empty tuple if no token does.
+        sources: the number of sources.
+        device: the device of the prefixes and of the scores.
     """
 
     def __init__(
         self,
         next_log_probs: Callable[..., Tensor],
         vocab_size: int,
-        eos: int | tuple[int, ...],
+        eos: int | Sequence[int],
         sources: int = 1,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.eos = (eos,) if isinstance(eos, int) else tuple(eos)
-        wrong = [token for token in self.eos if not 0 <= token < vocab_size]
-        if wrong or not self.eos:
+        self.eos: tuple[int, ...] = (eos,) if isinstance(eos, int) else tuple(eos)
+        if any(not 0 <= token < vocab_size for token in self.eos):
             raise ValueError(f"eos is {eos}; allowed are 0 to V - 1 = {vocab_size - 1}")
-        self.vocab_size, self.sources, self.pad = vocab_size, sources, self.eos[0]
+        self.vocab_size, self.sources = vocab_size, sources
+        self.pad = self.eos[0] if self.eos else 0
         self.device = torch.device(device)
         self._function = next_log_probs
-        code = getattr(next_log_probs, "__code__", None)
-        self._wants_source = code is not None and "source" in code.co_varnames[: code.co_argcount]
+        self._takes_source = _takes_source(next_log_probs)
         self._prefix = self._source = torch.empty(0, device=self.device)
 
     def start(self) -> Tensor:
-        """The scores after the empty prefix."""
+        """Return the scores after the empty prefix."""
         self._source = torch.arange(self.sources, device=self.device)
         self._prefix = torch.empty((self.sources, 0), dtype=torch.int64, device=self.device)
         return self._scores()
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """The scores after these prefixes."""
+        """Return the scores after these prefixes."""
         self._source = self._source[parent]
         self._prefix = torch.cat([self._prefix[parent], token[:, None]], dim=-1)
         return self._scores()
 
     def _scores(self) -> Tensor:
-        extra = {"source": self._source} if self._wants_source else {}
+        extra = {"source": self._source} if self._takes_source else {}
         scores = self._function(self._prefix, **extra)
-        wanted = (len(self._prefix), self.vocab_size)
-        if scores.shape != wanted:
-            raise ValueError(
-                f"next_log_probs returned the shape {list(scores.shape)}; "
-                f"it must be [rows, V] = {list(wanted)}"
-            )
+        for fault in score_faults(scores, len(self._prefix), self, "next_log_probs"):
+            raise ValueError(fault)
         return scores
+
+
+def _takes_source(function: Callable[..., object]) -> bool:
+    """Return whether a function of a prefix has a further parameter called ``source``."""
+    if isinstance(function, functools.partial) and "source" in function.keywords:
+        return False
+    if isinstance(function, torch.nn.Module):
+        function = function.forward  # a module's __call__ takes anything
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # some builtins have no signature
+        return False
+    # The first parameter, whatever its name, is for the prefix.
+    further = list(parameters.values())[1:]
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return any(p.name == "source" and p.kind in by_name for p in further)

@@ -17,27 +17,19 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpsbs.backends.triton import kernels
-from cpsbs.conditional_poisson.bernoulli_sum import block_size
+from cpsbs.backends.base import TORCH, Backend
 from cpsbs.scores.largest import chunk_length, places_of_largest
-from cpsbs.scores.memory import numbers, working_memory
+from cpsbs.scores.memory import block_size, numbers, working_memory
 
 FLOAT32_RANGE = 1000.0
 """Largest difference of log-probabilities for which float32 is good enough. Models that forbid
 tokens by a large negative number have larger ones."""
 
 
-def beam_chunk_length(parents: int, tokens: int, k: int, device: torch.device) -> int:
-    """``chunk_length`` for the candidates of a beam of K.
-
-    At least 64, which suits torch's softmax; a power of two for kernels, and such that the table
-    of a source fits into a few of their blocks.
-    """
-    length = chunk_length(parents * tokens, 8 * k + 40)
-    if not kernels.usable(device):
-        return min(tokens, 64 * -(-length // 64))
-    least = max(length, 64, parents * tokens // 2**16)
-    return 1 << (least - 1).bit_length()
+def beam_chunk_length(parents: int, tokens: int, k: int, backend: Backend) -> int:
+    """Return how long chunks are for the candidates of a beam of K, of which a head is kept."""
+    least = chunk_length(parents * tokens, 8 * k + 40)
+    return backend.chunk_length(least, parents, tokens)
 
 
 @dataclass(frozen=True)
@@ -71,6 +63,8 @@ class Chunks:
     """[R, P, C] the largest score, as it is."""
     sums: Tensor
     """[J, R, P, C] Σ e^{j (score − maximum) / temperature} for j = 1…J."""
+    backend: Backend = TORCH
+    """What is asked before the reference."""
 
     @property
     def shape(self) -> torch.Size:
@@ -113,16 +107,8 @@ class Chunks:
 
     def normalize(self, log_prob: Tensor) -> tuple[Tensor, Tensor]:
         """[R, P] the same, and the log-probabilities [R, P] of the parents less that."""
-        if self.by_kernels:
-            from cpsbs.backends.triton.kernels.reading import normalize
-
-            return normalize(self.maxima, self.sums[0], self.temperature, log_prob)
-        return self.log_total, log_prob - self.log_total
-
-    @property
-    def by_kernels(self) -> bool:
-        """Whether kernels can work on them."""
-        return _for_kernels(self.sums.dtype, self.length, self.rows.device)
+        fused = self.backend.normalize(self, log_prob)
+        return (self.log_total, log_prob - self.log_total) if fused is None else fused
 
     def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Chunks:
         """Some parents of some sources."""
@@ -213,12 +199,9 @@ class Chunks:
         that are at least as large), so that no more than those are looked at one by one. They may
         be compared in the precision of the sums: items that differ by less may change places.
         """
-        few_chunks = self.maxima[0].numel() < kernels.MOST_CHUNKS
-        if self.by_kernels and few_chunks and m <= kernels.MOST_IN_HEAD:
-            from cpsbs.backends.triton.kernels.head import find_head
-
-            head = find_head(self, offset, m, "log-probability")
-            return Largest(head.values, head.index, None)
+        fused = self.backend.find_largest(self, offset, m)
+        if fused is not None:
+            return fused
         parents, chunks = self.maxima.shape[1:]
         if parents * chunks <= m:
             everything = self.scores.to(torch.float64) / self.temperature + offset[..., None]
@@ -299,11 +282,16 @@ class Chunks:
     def with_terms(self, terms: int) -> Chunks:
         """The same with more power sums, by reading the scores again."""
         rows = self.scores if self.row is None else self.rows
-        return read(rows, self.temperature, self.length, terms, self.row)
+        return read(rows, self.temperature, self.length, terms, self.row, self.backend)
 
 
 def read(
-    scores: Tensor, temperature: float, length: int, terms: int, row: Tensor | None = None
+    scores: Tensor,
+    temperature: float,
+    length: int,
+    terms: int,
+    row: Tensor | None = None,
+    backend: Backend = TORCH,
 ) -> Chunks:
     """Read scores [R, P, V] once, for sums of ``terms`` powers in chunks of this length.
 
@@ -315,17 +303,14 @@ def read(
     chunks = -(-tokens // length)
     maxima = torch.empty((len(rows), chunks), dtype=dtype, device=scores.device)
     sums = torch.empty((terms, len(rows), chunks), dtype=dtype, device=scores.device)
-    if _for_kernels(dtype, length, scores.device):
-        from cpsbs.backends.triton.kernels.reading import read_into
-
-        read_into(rows, temperature, length, maxima, sums)
-    else:
+    if not backend.read_into(rows, temperature, length, maxima, sums):
         _read_by_blocks(rows, temperature, length, maxima, sums)
     if row is None:
         table = (*scores.shape[:2], chunks)
-        return Chunks(rows, None, temperature, length, maxima.view(table), sums.view(-1, *table))
-    maxima, sums = _of_parents(maxima, row, 0.0, -math.inf), _of_parents(sums, row, 1.0, 0.0)
-    return Chunks(rows, row, temperature, length, maxima, sums)
+        maxima, sums = maxima.view(table), sums.view(-1, *table)
+    else:
+        maxima, sums = _of_parents(maxima, row, 0.0, -math.inf), _of_parents(sums, row, 1.0, 0.0)
+    return Chunks(rows, row, temperature, length, maxima, sums, backend)
 
 
 def _of_parents(values: Tensor, row: Tensor, first: float, others: float) -> Tensor:
@@ -353,12 +338,6 @@ def _worth_a_power(weight: Tensor) -> Tensor:
     squares do not count beside 1, and with subnormal numbers processors are slow.
     """
     return torch.threshold_(weight, torch.finfo(weight.dtype).tiny ** 0.25, 0.0)
-
-
-def _for_kernels(dtype: torch.dtype, length: int, device: torch.device) -> bool:
-    """Whether kernels can work on chunks of this length with sums of this type."""
-    power_of_two = length >= 32 and length & (length - 1) == 0
-    return dtype == torch.float32 and power_of_two and kernels.usable(device)
 
 
 def _read_by_blocks(

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from cpsbs.designs import Design
+
 
 @dataclass(frozen=True)
 class Step:
@@ -65,6 +67,8 @@ class Beams:
     """Every step, if it was asked for."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How it was made: design, k, temperature, nucleus, max_length, seed, model."""
+    made_by: Design | None = None
+    """The design itself, which knows the error of an estimate; None for beams from elsewhere."""
 
     def __len__(self) -> int:
         return len(self.sequences)

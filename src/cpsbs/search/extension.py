@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cpsbs.designs import Candidates, Selection
+from cpsbs.scores.candidates import Candidates, Selection
 from cpsbs.search.state import Hypotheses, Outcome
 
 
@@ -23,7 +23,7 @@ def extended(
 ) -> Outcome:
     """The hypotheses picked of the extensions of ``beam``.
 
-    Kernels write into ``into``, if it is given; its hypotheses may be ``beam`` itself.
+    A backend writes into ``into``, if it is given; its hypotheses may be ``beam`` itself.
     """
     joint, entropy = None, None
     if selection.joint_log_inclusion is not None and beam.joint is not None:
@@ -34,8 +34,12 @@ def extended(
     if beam.entropy is not None:
         parent = candidates.parent_of(selection.index)
         entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
-    compute = _by_kernel if candidates.chunks.by_kernels else _by_torch
-    after = compute(beam, candidates, selection, lasting(eos, beam.token.device), pad, into)
+    ends = lasting(eos, beam.token.device)
+    if candidates.chunks.backend.extends(candidates):
+        after = _buffers(beam, candidates, selection) if into is None else into
+        candidates.chunks.backend.extend(beam, candidates, selection, ends, pad, after)
+    else:
+        after = _by_torch(beam, candidates, selection, ends, pad)
     own = replace(after.beam, state=selection.state, joint=joint, entropy=entropy)
     return replace(after, beam=own)
 
@@ -46,7 +50,6 @@ def _by_torch(
     selection: Selection,
     eos: Tensor,
     pad: int,
-    into: Outcome | None,
 ) -> Outcome:
     """The reference."""
     parent = candidates.parent_of(selection.index)
@@ -73,39 +76,27 @@ def _by_torch(
     return Outcome(after, parent, ~candidates.log_total.isfinite().all())
 
 
-def _by_kernel(
-    beam: Hypotheses,
-    candidates: Candidates,
-    selection: Selection,
-    eos: Tensor,
-    pad: int,
-    into: Outcome | None,
-) -> Outcome:
-    """The same in one launch."""
-    from cpsbs.backends.triton.kernels.extending import extend
-
-    if into is None:
-        known = selection.log_inclusion is not None and beam.log_inclusion is not None
-        index, value = selection.index, candidates.log_prob
-        flag, whole, real = (
-            [torch.empty(index.shape, dtype=kind, device=index.device) for _ in range(3)]
-            for kind in (torch.bool, torch.int64, value.dtype)
-        )
-        after = Hypotheses(
-            source=beam.source,
-            token=whole[0],
-            length=whole[1],
-            log_prob=real[0],
-            finished=flag[0],
-            present=flag[1],
-            state={},
-            log_inclusion=real[1] if known else None,
-            joint=None,
-            entropy=None,
-        )
-        into = Outcome(after, whole[2], torch.zeros((), dtype=torch.bool, device=index.device))
-    extend(beam, candidates, selection, eos, pad, into)
-    return into
+def _buffers(beam: Hypotheses, candidates: Candidates, selection: Selection) -> Outcome:
+    """Return memory for the hypotheses that were picked."""
+    known = selection.log_inclusion is not None and beam.log_inclusion is not None
+    index, value = selection.index, candidates.log_prob
+    flag, whole, real = (
+        [torch.empty(index.shape, dtype=kind, device=index.device) for _ in range(3)]
+        for kind in (torch.bool, torch.int64, value.dtype)
+    )
+    after = Hypotheses(
+        source=beam.source,
+        token=whole[0],
+        length=whole[1],
+        log_prob=real[0],
+        finished=flag[0],
+        present=flag[1],
+        state={},
+        log_inclusion=real[1] if known else None,
+        joint=None,
+        entropy=None,
+    )
+    return Outcome(after, whole[2], torch.zeros((), dtype=torch.bool, device=index.device))
 
 
 @functools.cache

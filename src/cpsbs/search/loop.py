@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpsbs.backends.triton.recording import RecordedStep
-from cpsbs.designs import Design, Selection
-from cpsbs.models.base import SequenceModel, check_scores
+from cpsbs.backends import Backend
+from cpsbs.designs import Design
+from cpsbs.models.base import SequenceModel, check_scores, eos_tokens
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Selection
 from cpsbs.search.beams import Beams
 from cpsbs.search.beams import Step as PathStep
 from cpsbs.search.rows import Rows, rows_of
-from cpsbs.search.state import Hypotheses, Trail
+from cpsbs.search.state import Hypotheses, RecordedStep, Trail
 from cpsbs.search.step import NOT_NUMBERS, Step
 
 
@@ -34,6 +35,7 @@ class Task:
 
     model: SequenceModel
     streams: Streams
+    backend: Backend
     settings: Mapping[str, Any]
     found: list[tuple[Hypotheses, Tensor]] = field(default_factory=list)
     """Hypotheses [n, K] of sources that are through, and their tokens [n, K, T]."""
@@ -103,7 +105,7 @@ class Plan:
     entropy: bool
     path: bool
 
-    def step(self, rows: Rows, model: SequenceModel) -> Step:
+    def step(self, rows: Rows, model: SequenceModel, backend: Backend) -> Step:
         """For the rows of a model."""
         return Step(
             self.design,
@@ -112,8 +114,9 @@ class Plan:
             self.nucleus,
             self.joint,
             rows,
-            tuple(model.eos),
+            eos_tokens(model),
             model.pad,
+            backend,
         )
 
     def first(self, task: Task, streams: Streams) -> Hypotheses:
@@ -131,8 +134,9 @@ class Run:
 
     def __init__(self, plan: Plan, task: Task) -> None:
         model, self._plan = task.model, plan
-        self._rows = rows_of(model, task.scores, plan.k, plan.design.roots(plan.k), plan.max_length)
-        self._step = plan.step(self._rows, model)
+        roots = plan.design.roots(plan.k)
+        self._rows = rows_of(model, task.scores, plan.k, roots, plan.max_length, task.backend)
+        self._step = plan.step(self._rows, model, task.backend)
         self._trail = Trail(model.sources, plan.k, model.pad, model.device, plan.max_length)
         self._slot = torch.arange(model.sources, device=model.device)
         self._owner: list[Task | None] = [task] * model.sources
@@ -327,4 +331,5 @@ def collected(task: Task, plan: Plan) -> Beams:
         entropy=None if parts[0].entropy is None else ranked(joined("entropy")),
         path=tuple(task.path) if plan.path else None,
         settings=task.settings,
+        made_by=plan.design,
     )

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cpsbs.backends import Backend, backend_for
 from cpsbs.designs import Design, design_named
 from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Generators, Streams, fresh_seed
@@ -135,24 +136,27 @@ def _tasks(
                 f"model is a {type(model).__name__}, which has no start(); "
                 "a model of transformers goes into TransformersModel(model, **inputs)"
             )
+        backend = backend_for(model.device)
         if isinstance(generator, int):
             numbers = range(count, count + model.sources)
-            streams = Streams.split(generator, numbers, model.device)
+            streams = Streams.split(generator, numbers, model.device, backend)
             count += model.sources
         else:
             assert given is not None
-            streams = _streams(next(given, None), model)
+            streams = _streams(next(given, None), model, backend)
         name = getattr(model, "name", type(model).__name__)
-        yield Task(model, streams, {**settings, "model": name})
+        yield Task(model, streams, backend, {**settings, "model": name})
 
 
-def _streams(given: Sequence[torch.Generator] | Streams | None, model: SequenceModel) -> Streams:
+def _streams(
+    given: Sequence[torch.Generator] | Streams | None, model: SequenceModel, backend: Backend
+) -> Streams:
     if given is None:
         raise ValueError("generator has fewer entries than there are models")
     if isinstance(given, Streams):
         streams = given
     elif isinstance(given, Sequence):
-        streams = Streams(given, model.sources, model.device)
+        streams = Streams(given, model.sources, model.device, backend)
     else:
         raise ValueError(
             f"generator has a {type(given).__name__} for a model; it must have a list of them, one "

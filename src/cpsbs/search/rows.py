@@ -7,21 +7,24 @@ source keeps K rows, whose hypotheses may have ended, and the search looks only 
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Hashable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cpsbs.backends.triton import kernels
-from cpsbs.backends.triton.recording import RecordedStep, Step
-from cpsbs.models.base import SequenceModel, check_scores
+from cpsbs.backends import Backend
+from cpsbs.models.base import (
+    FixedRowModel,
+    SequenceModel,
+    StoppingModel,
+    check_scores,
+    check_stops,
+    eos_tokens,
+)
 from cpsbs.randomness import Streams
-from cpsbs.search.state import Hypotheses, Outcome
-
-log = logging.getLogger("cpsbs")
+from cpsbs.search.state import Hypotheses, Outcome, RecordedStep, Step
 
 LOOK = 8
 """Steps between two looks, where rows are fixed."""
@@ -92,14 +95,15 @@ class Rows(Protocol):
         ...
 
 
-def rows_of(model: SequenceModel, scores: Tensor, k: int, roots: int, max_length: int) -> Rows:
+def rows_of(
+    model: SequenceModel, scores: Tensor, k: int, roots: int, max_length: int, backend: Backend
+) -> Rows:
     """The rows of a search that begins, with ``roots`` hypotheses for each source.
 
     ``scores`` [sources, V] are those of the first token.
     """
-    fix: Any = getattr(model, "fix_rows", None)
-    if fix is not None and max_length > 1 and fix(k, max_length - 1):
-        return FixedRows(model, scores, roots, k)
+    if isinstance(model, FixedRowModel) and max_length > 1 and model.fix_rows(k, max_length - 1):
+        return FixedRows(model, scores, roots, k, backend)
     return FreeRows(model, scores, roots)
 
 
@@ -110,6 +114,7 @@ class FreeRows:
 
     def __init__(self, model: SequenceModel, scores: Tensor, roots: int) -> None:
         self._model, self.latest = model, scores
+        self._stopping = model if isinstance(model, StoppingModel) else None
         # All roots of a source share the model's row.
         self._row = torch.arange(model.sources, device=scores.device)[:, None].expand(-1, roots)
 
@@ -133,19 +138,12 @@ class FreeRows:
         self._row = (going.flatten().cumsum(0) - 1).view(going.shape)
 
     def stops(self, parent: Tensor, beam: Hypotheses) -> Tensor | None:
-        """As the model says, if it says anything."""
-        stops: Any = getattr(self._model, "stops", None)
-        if stops is None:
+        """Ask the model, if it has reasons of its own to stop."""
+        if self._stopping is None:
             return None
         going = beam.open
         parents = self._row.gather(-1, parent)[going]
-        ended: Tensor | None = stops(parents, beam.token[going])
-        if ended is not None and (ended.shape != parents.shape or ended.dtype != torch.bool):
-            raise ValueError(
-                f"model.stops() returned {list(ended.shape)} of {ended.dtype}; it must return "
-                f"truth values [rows] = [{len(parents)}], or None"
-            )
-        return ended
+        return check_stops(self._stopping.stops(parents, beam.token[going]), len(parents))
 
     def worth_dropping(self, left: int, all_sources: int) -> bool:
         """Whenever there are any."""
@@ -177,12 +175,16 @@ class FreeRows:
 
 
 class FixedRows:
-    """Every source has K rows; the model has ``step`` and ``keep_sources``."""
+    """Every source has K rows, whose hypotheses may have ended."""
 
-    def __init__(self, model: Any, scores: Tensor, roots: int, k: int) -> None:
+    takes_others = True
+
+    def __init__(
+        self, model: FixedRowModel, scores: Tensor, roots: int, k: int, backend: Backend
+    ) -> None:
         self._model, self.latest, self._roots, self._k = model, scores, roots, k
+        self._backend = backend
         self._begins = True
-        self.takes_others = hasattr(model, "admits")
 
     def looks(self, step: int) -> bool:
         """Now and then."""
@@ -192,7 +194,7 @@ class FixedRows:
         """As the model has them, those that do not go on written over."""
         if self._begins:
             return self.latest[:, None].expand(-1, self._roots, -1), None
-        return _closed(self.latest, beam), None
+        return self._closed(self.latest, beam), None
 
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:
         """All of them."""
@@ -214,14 +216,13 @@ class FixedRows:
 
     def admits(self, model: SequenceModel) -> bool:
         """If they are of one kind."""
-        own: Any = self._model
-        alike = (own.eos, own.pad, own.vocab_size) == (model.eos, model.pad, model.vocab_size)
-        return alike and bool(own.admits(model))
+        own = self._model
+        alike = (own.pad, own.vocab_size) == (model.pad, model.vocab_size)
+        return alike and eos_tokens(own) == eos_tokens(model) and own.admits(model)
 
     def rest(self, places: list[int]) -> None:
         """They begin again, so as not to attend to more and more."""
-        if self.takes_others:
-            self._model.rest(places)
+        self._model.rest(places)
 
     def join(self, places: list[int], model: SequenceModel) -> None:
         """The model copies what they hold."""
@@ -229,45 +230,33 @@ class FixedRows:
 
     def release(self) -> None:
         """The model's buffers are for others."""
-        if hasattr(self._model, "release"):
-            self._model.release()
+        self._model.release()
 
     def recorded(
         self, step: Step, key: Hashable, beam: Hypotheses, streams: Streams
     ) -> RecordedStep | None:
-        """Kept with the buffers of the model, on a card."""
-        if self.latest.device.type != "cuda" or streams.counters is None:
-            return None
+        """The step is kept with the buffers of the model."""
 
         def closing(beam: Hypotheses, scores: Tensor, streams: Streams, into: Outcome) -> Outcome:
-            return step(beam, _closed(scores, beam), streams, into)
+            return step(beam, self._closed(scores, beam), streams, into)
 
-        full_key = (key, self.latest.shape, self.latest.dtype)
-        memo: dict[Any, Any] = self._model.memo
-        if full_key not in memo:
-            pool = memo.setdefault("pool", torch.cuda.graph_pool_handle())
-            try:
-                memo[full_key] = RecordedStep(closing, beam, self.latest, streams, pool)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:
-                # Whatever the design does that cannot be recorded, step by step it can be done.
-                log.info("a selection is not recorded: %s: %s", type(error).__name__, error)
-                memo[full_key] = None
-        found: RecordedStep | None = memo[full_key]
+        def now() -> Outcome:
+            broken = torch.zeros((), dtype=torch.bool, device=self.latest.device)
+            own = beam.rebuilt([x.clone() for x in beam.tensors()])
+            return Outcome(own, torch.empty_like(beam.token), broken)
+
+        memo = self._model.memo()
+        found: RecordedStep | None = self._backend.record(
+            closing, key, now, self.latest, streams, memo
+        )
         if found is not None:
             found.load(beam, streams)
         return found
 
-
-def _closed(scores: Tensor, beam: Hypotheses) -> Tensor:
-    """[b, P, V] the scores [b·P, V] of hypotheses [b, P]; those that do not go on written over."""
-    if kernels.usable(scores.device):
-        from cpsbs.backends.triton.kernels.closing import close_rows
-
-        close_rows(scores, beam.present, beam.finished)
-    else:
-        closed = ~beam.open.flatten()
-        scores.masked_fill_(closed[:, None], -math.inf)
-        scores[:, 0].masked_fill_(closed, 0.0)
-    return scores.view(*beam.token.shape, -1)
+    def _closed(self, scores: Tensor, beam: Hypotheses) -> Tensor:
+        """[b, P, V] the scores [b·P, V] of hypotheses [b, P]; ended ones written over."""
+        if not self._backend.close(scores, beam.present, beam.finished):
+            closed = ~beam.open.flatten()
+            scores.masked_fill_(closed[:, None], -math.inf)
+            scores[:, 0].masked_fill_(closed, 0.0)
+        return scores.view(*beam.token.shape, -1)

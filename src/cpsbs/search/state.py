@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -104,6 +105,28 @@ class Outcome:
                 own.copy_(new)
         if self.broken is not other.broken:
             self.broken.logical_or_(other.broken)
+
+
+Step = Callable[[Hypotheses, Tensor, Streams, Outcome], Outcome]
+"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: what comes of them. It
+may be written into the last argument, whose hypotheses may be the first."""
+
+
+class RecordedStep(Protocol):
+    """A step of the search that a backend has recorded, on buffers of fixed shapes."""
+
+    now: Outcome
+    """Where it writes."""
+    streams: Streams
+    """The random numbers that it reads."""
+
+    def load(self, beam: Hypotheses, streams: Streams) -> None:
+        """Go on from here."""
+        ...
+
+    def run(self, scores: Tensor) -> Outcome:
+        """Take one step."""
+        ...
 
 
 class Trail:

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cpsbs.backends.triton import kernels
-from cpsbs.designs import Candidates, Design, Selection
+from cpsbs.backends import Backend
+from cpsbs.designs import Design
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 from cpsbs.scores.reading import beam_chunk_length, read
 from cpsbs.search.extension import extended
 from cpsbs.search.rows import Rows
@@ -31,6 +32,7 @@ class Step:
     rows: Rows
     eos: tuple[int, ...]
     pad: int
+    backend: Backend
 
     @property
     def recordable(self) -> bool:
@@ -40,7 +42,7 @@ class Step:
     @property
     def key(self) -> tuple[object, ...]:
         """What a recording of it depends on."""
-        return repr(self.design), self.k, self.temperature, self.eos, self.pad
+        return self.design, self.k, self.temperature, self.eos, self.pad
 
     def __call__(
         self, beam: Hypotheses, scores: Tensor, streams: Streams, into: Outcome | None = None
@@ -75,11 +77,9 @@ class Step:
         if self.nucleus is not None:
             scores, temperature = processed(scores, temperature, self.nucleus), 1.0
         parents, tokens = beam.token.shape[-1], scores.shape[-1]
-        length = beam_chunk_length(parents, tokens, self.k, scores.device)
-        terms = self.design.power_sums
-        if terms > 1 and kernels.usable(scores.device):
-            terms = kernels.POWER_SUMS
-        chunks = read(scores, temperature, length, terms, row)
+        length = beam_chunk_length(parents, tokens, self.k, self.backend)
+        terms = self.backend.power_sums(self.design.power_sums)
+        chunks = read(scores, temperature, length, terms, row, self.backend)
         return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
 

@@ -11,19 +11,17 @@ import gc
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cpsbs.randomness import Streams
-from cpsbs.search.state import Hypotheses, Outcome
+
+if TYPE_CHECKING:
+    from cpsbs.search.state import Hypotheses, Outcome, Step
 
 _ONE_AT_A_TIME = threading.Lock()
-
-Step = Callable[[Hypotheses, Tensor, Streams, Outcome], Outcome]
-"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: what comes of them. It
-may be written into the last argument, whose hypotheses may be the first."""
 
 
 def captured(
@@ -75,11 +73,9 @@ class RecordedStep:
     """A step of the search on buffers of fixed shapes."""
 
     def __init__(
-        self, step: Step, beam: Hypotheses, scores: Tensor, streams: Streams, pool: Any
+        self, step: Step, now: Outcome, scores: Tensor, streams: Streams, pool: Any
     ) -> None:
-        own = beam.rebuilt([x.clone() for x in beam.tensors()])
-        broken = torch.zeros((), dtype=torch.bool, device=scores.device)
-        self.now = Outcome(own, torch.empty_like(beam.token), broken)
+        self.now = now
         self.streams = streams.copy()
         self._scores = scores
 

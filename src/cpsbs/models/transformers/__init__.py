@@ -1,4 +1,4 @@
-"""Models of transformers: the adapter, its processors and KV cache; the hook for generate."""
+"""Models of transformers: the adapter, its processors, and its KV cache."""
 
 from cpsbs.models.transformers.adapter import TransformersModel
 

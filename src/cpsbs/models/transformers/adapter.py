@@ -207,11 +207,10 @@ class TransformersModel:
         self._ids = torch.cat([before, token.reshape(-1, 1)], dim=-1)
         return self._processors(self._ids, scores.to(torch.float32, copy=True), self._source)
 
-    @property
     def memo(self) -> dict[Any, Any]:
-        """What others want to keep as long as the buffers of ``step`` are there."""
+        """Return a dictionary that lives as long as the buffers of ``step``."""
         if self._recorded is None:
-            raise ValueError("memo needs fix_rows() to have returned True")
+            raise ValueError("memo() needs fix_rows() to have returned True")
         return self._recorded.memo
 
     def keep_sources(self, sources: Tensor) -> None:

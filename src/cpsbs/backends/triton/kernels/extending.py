@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
-from cpsbs.designs import Candidates, Selection
-from cpsbs.search.state import Hypotheses, Outcome
+from cpsbs.scores.candidates import Candidates, Selection
+
+if TYPE_CHECKING:
+    from cpsbs.search.state import Hypotheses, Outcome
 
 NUMBERS = ["k", "parents", "tokens", "ends", "pad"]
 """Arguments that differ from search to search; compiling for certain values takes seconds."""

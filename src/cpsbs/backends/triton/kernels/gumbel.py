@@ -19,8 +19,8 @@ from torch import Tensor
 from cpsbs.backends.triton.kernels.head import nth_largest, taken
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import host_number, one_minus_exp, scaled, softplus
-from cpsbs.designs.base import Candidates, Selection
 from cpsbs.randomness import Counters
+from cpsbs.scores.candidates import Candidates, Selection
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**63 - 2**52 + 1))
 """The integer of -inf."""

@@ -1,0 +1,56 @@
+"""Estimate the expectation of a function of your own, with an error bar.
+
+    python examples/own_function.py
+
+Any Python function of a sequence will do; it is called once for each different sequence. The model
+here is a table with 19,531 sequences, so that the exact value is known too.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+import cpsbs
+
+
+def repeats(tokens: list[int]) -> float:
+    """How often a token follows itself."""
+    return float(sum(a == b for a, b in pairwise(tokens)))
+
+
+class LogProbability:
+    """A function that looks at more than the tokens: it reads the beams themselves."""
+
+    name = "log p"
+
+    def of_beams(self, beams: cpsbs.Beams, source: int, decode: object = None) -> Tensor:
+        """Return f of the source's sequences, [n]."""
+        return beams.log_prob[source][beams.present[source]]
+
+
+def main() -> None:
+    """Print estimates beside the exact values."""
+    model = cpsbs.TableModel.random(vocab_size=6, length=6, seed=0)
+    beams = cpsbs.search(model, 40, "stratified", max_length=6, generator=1)
+    exact = model.sequences(6)
+    p = torch.tensor(list(exact.values()), dtype=torch.float64)
+
+    found = cpsbs.estimate(beams, repeats)
+    low, high = found.interval(0.95)
+    print(found)
+    print(f"95% interval: {float(low):.3f} to {float(high):.3f}")
+    print(f"exactly {sum(q * repeats(list(y)) for y, q in exact.items()):.3f}\n")
+
+    print(cpsbs.estimate(beams, LogProbability()))
+    print(f"exactly {float((p * p.log()).sum()):.3f}\n")
+
+    # Every design has an error bar if there are several independent beams.
+    several = [cpsbs.search(model, 10, "arithmetic", max_length=6, generator=i) for i in range(8)]
+    print(cpsbs.estimate(several, repeats))
+
+
+if __name__ == "__main__":
+    main()
