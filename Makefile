@@ -13,8 +13,9 @@ picture: $(READY)
 	$(BIN)/python examples/picture.py docs/compare.svg cpsbs compare --temperature 0.5 --rows 16 \
 		"He forgot his keys on the kitchen table."
 
+# A worker a core, with one thread each: torch's threads would wait for each other.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -rs

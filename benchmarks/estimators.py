@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks.tables import into_readme, table
 from benchmarks.timing import machine
 from cpsbs import Beams, TransformersModel, estimate, search
+from cpsbs.designs import design_named
 from cpsbs.estimation.functions import Bleu, Entropy
 
 DESIGNS = (
@@ -41,7 +42,6 @@ DESIGNS = (
 )
 LINES = (1500, 2000, 2500)
 MAX_LENGTH = 100
-WITH_JOINT = ("conditional-poisson", "calibrated")
 
 
 class Sentences:
@@ -67,7 +67,7 @@ class Sentences:
             max_length=MAX_LENGTH,
             temperature=temperature,
             generator=torch.Generator().manual_seed(seed),
-            joint=design in WITH_JOINT,
+            joint=design_named(design).needs_joint,
             entropy=True,
         )
 
