@@ -24,7 +24,8 @@ from torch import Tensor
 
 from cpsbs.designs import Design
 from cpsbs.extras import required
-from cpsbs.models.transformers.adapter import NEUTRAL, TransformersModel, inherited, refuse_empty
+from cpsbs.models.transformers.adapter import TransformersModel
+from cpsbs.models.transformers.inputs import NEUTRAL, inherited, refuse_empty
 from cpsbs.models.transformers.moves import Moves, rows_of_value
 from cpsbs.randomness import Generators
 from cpsbs.search.beams import Beams

@@ -1,0 +1,136 @@
+"""What transformers prepares for a decoding method, and what of it is refused.
+
+Settings of a checkpoint that change the distribution are set back or refused, so that nothing the
+caller did not ask for creeps in; so are prompts that do not end where the model is to go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NEUTRAL: dict[str, Any] = {
+    "do_sample": False,
+    "temperature": 1.0,
+    "top_k": 50,
+    "top_p": 1.0,
+    "min_p": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+    "num_beam_groups": 1,
+    "diversity_penalty": 0.0,
+}
+"""Settings that change the distribution, at the value that does not."""
+
+
+def inherited(model: Any, config: Any) -> dict[str, Any]:
+    """Settings in ``config`` that change the distribution and come from the checkpoint."""
+    own = model.generation_config
+    found = {name: getattr(own, name, None) for name in NEUTRAL}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value != NEUTRAL[name] and getattr(config, name, None) == value
+    }
+
+
+def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
+    """What transformers prepares for a decoding method.
+
+    Settings of the checkpoint that change the distribution are set back, unless the inputs name
+    them; what cannot be set back is refused.
+    """
+    refuse_empty(inputs.get("input_ids"))
+    own = inherited(model, model.generation_config)
+    stubborn = [name for name in own if NEUTRAL[name] is None and name not in inputs]
+    if stubborn:
+        raise ValueError(
+            f"model.generation_config sets {', '.join(stubborn)}, which changes the distribution; "
+            "set it to None"
+        )
+    plain = {name: NEUTRAL[name] for name in own if name not in inputs}
+    plain |= {"num_beams": 1, "num_return_sequences": 1}
+    if not {"max_new_tokens", "max_length"} & inputs.keys():
+        plain["max_new_tokens"] = 1
+
+    def keep(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        **kwargs: Any,
+    ) -> dict[str, Any]:
+        return {
+            "input_ids": input_ids,
+            "config": generation_config,
+            "processors": logits_processor,
+            "criteria": stopping_criteria,
+            "kwargs": kwargs,
+        }
+
+    with evaluating(model):
+        kept: dict[str, Any] = model.generate(
+            **inputs, **plain, logits_processor=processors, custom_generate=keep
+        )
+    return kept
+
+
+def refuse_empty(input_ids: Tensor | None) -> None:
+    """Refuse a batch without sources."""
+    if input_ids is not None and not len(input_ids):
+        raise ValueError("input_ids has no rows; a search needs at least one source")
+
+
+def refuse_right_padding(ids: Tensor, mask: Tensor | None, pad: int | None) -> None:
+    """Refuse prompts [B, t] that do not end where the model is to go on.
+
+    The mask [B, t] says what is padding. If nobody gave one, transformers takes the padding token
+    for padding, but not where it also ends sequences: then ``pad`` is looked for here. A row that
+    ends with it, where others do not, is taken to be padded.
+    """
+    padded = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+    if mask is not None and mask.ndim == 2:
+        padded |= mask[:, -1] == 0
+    if pad is not None:
+        ends = ids[:, -1] == pad
+        padded |= ends & (ids != pad).any(-1) & ~ends.all()
+    if bool(padded.any()):
+        row = int(padded.nonzero()[0, 0])
+        raise ValueError(
+            f"input_ids is padded on the right in row {row}; prompts of a decoder-only model must "
+            'be padded on the left: set tokenizer.padding_side = "left", and pass the attention '
+            "mask"
+        )
+
+
+@contextmanager
+def evaluating(model: Any) -> Iterator[None]:
+    """Switch off dropout in a model that is being trained, and switch it on again afterwards.
+
+    With dropout there is no one distribution to sample from.
+    """
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
