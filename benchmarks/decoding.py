@@ -27,7 +27,7 @@ from cpsbs import DESIGNS, FunctionModel, TextModel, TransformersModel, load, se
 from cpsbs.designs import Candidates, Design, Selection, design_named
 from cpsbs.randomness import Streams
 from cpsbs.scores.reading import read
-from cpsbs.search import step
+from cpsbs.search import recursion
 from cpsbs.text import demonstration
 
 SOURCES, STEPS, VOCABULARY = 8, 32, 16_000
@@ -136,7 +136,7 @@ def shares(model: TextModel, sources: int, steps: int, rounds: int = 5) -> dict[
     batch = (texts * (1 + sources // len(texts)))[:sources]
     design = Timed(design_named("conditional-poisson"))
     reading, whole = Clocked(read), 0.0
-    with patch.object(step, "read", reading):
+    with patch.object(recursion, "read", reading):
         for n in range(rounds + 1):
             if n == 1:  # the first one loads what is loaded on first use
                 design.clocked.seconds = reading.seconds = whole = 0.0

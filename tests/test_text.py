@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -51,7 +52,7 @@ def test_a_seed_that_was_not_given_is_noted(model: cpsbs.TextModel) -> None:
 
 def test_hindsight_inclusion_takes_a_text_model(model: cpsbs.TextModel) -> None:
     texts = ["The dog is red."]
-    beams = model.beams(texts, 2, temperature=0.3, seed=0)
+    beams = model.beams(texts, 2, "conditional-poisson", temperature=0.3, seed=0)
     found = cpsbs.hindsight_inclusion(model.repeated(texts), beams, runs=2)
     assert bool((found.log_value <= 0).all())
 
@@ -90,13 +91,13 @@ def test_weights_other_than_safetensors_are_refused(tmp_path: Path) -> None:
 
 def test_models_that_make_no_sense_are_refused(tmp_path: Path) -> None:
     encoder = encoder_folder(tmp_path / "encoder")
-    with pytest.raises(ValueError, match="it is no model that generates text"):
+    with pytest.raises(ValueError, match="not a model that generates text"):
         cpsbs.load(encoder)
     folder = causal_folder(tmp_path / "causal")
     words = json.loads((folder / "tokenizer.json").read_text())
     words["model"]["vocab"] |= {f"word{i}": 100 + i for i in range(50)}
     (folder / "tokenizer.json").write_text(json.dumps(words))
-    with pytest.raises(ValueError, match="whose tokenizer has 65 tokens for 15 of the model"):
+    with pytest.raises(ValueError, match="whose tokenizer has 65 tokens, where the model has 15"):
         cpsbs.load(folder)
     (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1")
     with pytest.raises(ValueError, match=r"whose weights cannot be loaded .* header too large"):
@@ -110,7 +111,7 @@ def test_a_gpu_that_is_not_there_is_told() -> None:
 
 
 def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
-    with pytest.raises(ValueError, match="texts is one text"):
+    with pytest.raises(ValueError, match="texts is a single text"):
         model.beams("The dog is red.")
     with pytest.raises(ValueError, match="texts is empty"):
         model.beams([])
@@ -123,5 +124,58 @@ def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
 
 
 def test_an_unknown_model_is_told_with_what_there_is(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"name is '.*nothing'; allowed are en-fr, the folder"):
+    with pytest.raises(
+        ValueError, match=r"nothing.*does not exist; it must be an embedded model .en-fr."
+    ):
         cpsbs.load(str(tmp_path / "nothing"))
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }} and {% endfor %}"
+    "{% if add_generation_prompt %}the{% endif %}"
+)
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> cpsbs.TextModel:
+    model = cpsbs.load(str(causal_folder(tmp_path)))
+    model.tokenizer.chat_template = TEMPLATE
+    return model
+
+
+def test_a_conversation_goes_through_the_chat_template(chat_model: cpsbs.TextModel) -> None:
+    """It gets what the text that the template writes would get."""
+    messages = [{"role": "user", "content": "one dog"}, {"role": "user", "content": "red cat"}]
+    texts = ["one dog and red cat and the", "old house"]
+    expected = chat_model.beams(texts, 3, max_length=5, seed=0)
+    found = chat_model.beams([messages, "old house"], 3, max_length=5, seed=0)
+    assert found.tokens(0) == expected.tokens(0)
+    assert found.tokens(1) == expected.tokens(1)
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        ([], "has no messages"),
+        ([{"role": "user"}], 'a dictionary with a "role" and a "content"'),
+        (["one dog"], 'a dictionary with a "role" and a "content"'),
+    ],
+)
+def test_what_is_no_conversation_is_refused(
+    messages: Any, reason: str, chat_model: cpsbs.TextModel
+) -> None:
+    with pytest.raises(ValueError, match=rf"texts\[1\] .*{reason}"):
+        chat_model.beams(["one dog", messages], 3, max_length=5)
+
+
+def test_a_tokenizer_without_chat_template_says_so(model: cpsbs.TextModel) -> None:
+    with pytest.raises(ValueError, match="en-fr has no chat template"):
+        model.beams([[{"role": "user", "content": "one dog"}]], 3)
+
+
+def test_a_model_is_shown_in_a_line(model: cpsbs.TextModel) -> None:
+    shown = repr(model)
+    assert "\n" not in shown
+    assert len(shown) < 100
+    assert "'en-fr', MarianMTModel" in shown
+    assert "float32 on cpu" in shown

@@ -6,14 +6,15 @@ import cpsbs.interrupts  # noqa: F401, before anything that takes long
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
 from cpsbs.designs import DESIGNS, Design
-from cpsbs.estimation.estimate import Estimate, estimate
+from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusion
 from cpsbs.estimation.metrics import diversity, sentence_bleu
+from cpsbs.estimation.result import Estimate
 from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersModel
 from cpsbs.models.checks import check_model
 from cpsbs.randomness import split_seed
+from cpsbs.search.api import search, search_each
 from cpsbs.search.beams import Beams, Step
-from cpsbs.search.recursion import search, search_each
 from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:

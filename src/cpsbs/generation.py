@@ -1,17 +1,20 @@
 """The search as a decoding method of transformers' ``generate``.
 
     model.generate(**inputs, custom_generate=cpsbs.generate, num_beams=10, max_new_tokens=64,
-                   generator=g)
+                   temperature=0.5, generator=g)
 
-What transformers prepares is honoured: attention masks, encoder outputs, processors, stopping
-criteria, pad and end tokens. Processors act on the logits, and the result is normalised again,
-unlike in transformers' own beam search; the distribution that is sampled from is that one, cut off
-at the maximal length.
+All that transformers prepares is honoured: attention masks, encoder outputs, logits processors,
+stopping criteria, pad and end tokens. Unlike in transformers' own beam search, processors act on
+the logits and the result is normalised again; the search samples from that distribution, cut off at
+the maximal length. ``temperature`` and ``top_p`` need no ``do_sample=True``.
 
-Refused are settings that would change the method or that the caller did not ask for: a length
-penalty, ``top_k=50`` which comes with ``do_sample=True``, and whatever the checkpoint's generation
-config brings along. A streamer and an assistant model never reach a decoding method of this kind:
-transformers keeps them to itself, so they are without effect.
+Settings that would change the method, or that the caller did not ask for, are refused: a length
+penalty, the ``top_k=50`` that comes with ``do_sample=True``, and whatever the checkpoint's
+generation config brings along. A streamer or an assistant model has no effect, because transformers
+does not hand them to a decoding method of this kind.
+
+With ``return_dict_in_generate=True`` the output also holds ``log_probs``, ``log_inclusion`` and
+``log_weight`` of the returned sequences, and the ``beams`` themselves, for ``cpsbs.estimate``.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpsbs.designs import Design
+from cpsbs.designs import DEFAULT_DESIGN, Design
 from cpsbs.extras import required
 from cpsbs.models.transformers.adapter import TransformersModel
 from cpsbs.models.transformers.inputs import NEUTRAL, inherited, refuse_empty
 from cpsbs.models.transformers.moves import Moves, rows_of_value
 from cpsbs.randomness import Generators
+from cpsbs.search.api import search
 from cpsbs.search.beams import Beams
-from cpsbs.search.recursion import search
 
 required("transformers", "transformers")
 from transformers.generation.utils import (  # noqa: E402
@@ -40,7 +43,7 @@ from transformers.generation.utils import (  # noqa: E402
 
 @dataclass
 class StochasticBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
-    """transformers' output for beams, and what the design knows of them; [B·n] as the sequences."""
+    """transformers' output for beams, with what the design knows of the B·n sequences."""
 
     log_probs: Tensor | None = None
     log_inclusion: Tensor | None = None
@@ -50,7 +53,7 @@ class StochasticBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
 
 @dataclass
 class StochasticBeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):
-    """The same for encoder–decoder models."""
+    """transformers' output for beams of encoder–decoder models, with what the design knows."""
 
     log_probs: Tensor | None = None
     log_inclusion: Tensor | None = None
@@ -65,20 +68,20 @@ def generate(
     stopping_criteria: Any = None,
     generation_config: Any = None,
     generator: Generators = None,
-    design: str | Design = "conditional-poisson",
+    design: str | Design = DEFAULT_DESIGN,
     **model_kwargs: Any,
 ) -> Any:
-    """Draw ``num_beams`` different sequences for each input; called by ``model.generate``.
+    """Draw ``num_beams`` different sequences for each input, as ``model.generate`` asks.
 
-    ``generator`` and ``design`` are given to ``model.generate``; see ``cpsbs.search`` for them. All
+    Pass ``generator`` and ``design`` to ``model.generate``; ``cpsbs.search`` describes them. All
     ``num_beams`` sequences are returned, the most probable first, unless ``num_return_sequences``
-    is another number than transformers' default of 1.
+    differs from transformers' default of 1.
     """
     config = generation_config
     refuse_empty(input_ids)
     _refuse(model, config)
     k = config.num_beams
-    # transformers has repeated every input K times.
+    # transformers has repeated every input K times; the search needs it once.
     first = torch.arange(0, len(input_ids), k, device=input_ids.device)
     kwargs = {name: rows_of_value(value, Moves(first)) for name, value in model_kwargs.items()}
     inputs = TransformersModel.from_generate(
@@ -94,6 +97,9 @@ def generate(
         k,
         design,
         max_length=config.max_length - input_ids.shape[-1],
+        # With do_sample=True transformers has put both into the processors.
+        temperature=1.0 if config.do_sample else (config.temperature or 1.0),
+        nucleus=None if config.do_sample or config.top_p == 1.0 else config.top_p,
         generator=generator,
     )
     wanted = k if config.num_return_sequences == 1 else config.num_return_sequences
@@ -101,6 +107,7 @@ def generate(
 
 
 def _refuse(model: Any, config: Any) -> None:
+    """Raise a ``ValueError`` for settings that would change the method or its distribution."""
     if any(module.training for module in model.modules()):
         # The encoder, if there is one, has run already.
         raise ValueError(
@@ -122,25 +129,27 @@ def _refuse(model: Any, config: Any) -> None:
         )
     if config.do_sample and config.top_k == NEUTRAL["top_k"]:
         raise ValueError(
-            "top_k is 50, which transformers brings with do_sample=True; the design samples by "
-            "itself: leave do_sample out, or pass top_k=0 (or another number) if you want its "
-            "temperature or top_p"
+            "top_k is 50, which transformers sets by default with do_sample=True; leave do_sample "
+            "out (temperature and top_p work without it), or pass top_k=0 or another number"
         )
-    if not config.do_sample and config.temperature not in (None, 1.0):
-        raise ValueError(
-            f"temperature is {config.temperature}, which transformers honours only with "
-            "do_sample=True; pass do_sample=True and top_k=0 as well"
-        )
+    for name in ("top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"):
+        value = getattr(config, name, None)
+        if not config.do_sample and value is not None and value != NEUTRAL[name]:
+            raise ValueError(
+                f"{name} is {value}, which transformers applies only with do_sample=True; pass "
+                "that as well, with top_k=0 unless you want to truncate to the top k"
+            )
     for name in ("length_penalty", "num_beam_groups", "diversity_penalty"):
         value = getattr(config, name, None)
         if value is not None and value != NEUTRAL[name]:
-            raise ValueError(f"{name} is {value}; it has no meaning for samples, leave it out")
+            raise ValueError(f"{name} is {value}; it has no meaning for samples: leave it out")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
             raise ValueError(f"{name} is True; it is not available from stochastic beams")
 
 
 def _output(model: Any, config: Any, inputs: TransformersModel, beams: Beams, wanted: int) -> Any:
+    """Return what ``model.generate`` returns: sequences, or a dictionary with all that is known."""
     rows = beams.present[:, :wanted].flatten().nonzero()[:, 0]
 
     def flat(value: Tensor | None) -> Tensor | None:

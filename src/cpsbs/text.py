@@ -1,46 +1,53 @@
 """From texts to beams: a transformers model with its tokenizer, loaded by name.
 
-model = cpsbs.load("en-fr")                          # comes with the package
+model = cpsbs.load("en-fr")  # comes with the package
 beams = model.beams(["A man rides a bicycle."], k=10, seed=0)
 model.texts(beams)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cpsbs.backends import backend_for
-from cpsbs.designs import Design
+from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
 from cpsbs.estimation.inclusion import Models
 from cpsbs.loading import EMBEDDED as EMBEDDED
 from cpsbs.loading import embedded_models as embedded_models
 from cpsbs.loading import limit, pretrained
 from cpsbs.models.transformers.adapter import TransformersModel
 from cpsbs.randomness import Streams, fresh_seed
+from cpsbs.search.api import search_models
 from cpsbs.search.beams import Beams
-from cpsbs.search.recursion import search_each
+from cpsbs.search.settings import SearchOptions, SearchSettings
 
-MAX_LENGTH = 128
-"""The most new tokens where nothing is said, if the model has room for them."""
+DEFAULT_MAX_LENGTH = 128
+"""The default for the largest number of new tokens, if the model has room for them."""
+
+Messages = Sequence[Mapping[str, Any]]
+"""A conversation: messages with a "role" and a "content", the latest one last."""
+
+Prompt = str | Messages
+"""A source to translate or a text to continue; or a conversation for a chat model to answer."""
 
 
 def demonstration() -> list[tuple[str, str]]:
-    """Some English sentences with French references, written for this package."""
+    """Return some English sentences with French references, written for this package."""
     lines = (EMBEDDED / "demonstration.tsv").read_text(encoding="utf-8").splitlines()
     return [(english, french) for english, french in (line.split("\t") for line in lines)]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class TextModel:
-    """A model that continues or translates texts."""
+    """A transformers model with its tokenizer: texts go in, beams and texts come out."""
 
     name: str
     model: Any
@@ -50,9 +57,17 @@ class TextModel:
     def __post_init__(self) -> None:
         self.model.eval()  # with dropout there is no one distribution to sample from
 
+    def __repr__(self) -> str:
+        millions = sum(p.numel() for p in self.model.parameters()) / 1e6
+        kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
+        return (
+            f"TextModel({self.name!r}, {kind}, {millions:,.1f}M parameters, "
+            f"{dtype} on {self.model.device})"
+        )
+
     @property
     def longest(self) -> int | None:
-        """The most tokens that the model takes, or None if neither it nor the tokenizer says so.
+        """The largest number of tokens that the model takes, or None if it has no stated limit.
 
         For a decoder-only model the prompt and what follows count together.
         """
@@ -64,52 +79,49 @@ class TextModel:
 
     @property
     def usual_length(self) -> int:
-        """The most new tokens, where nothing is said; a prompt needs room too."""
+        """The largest number of new tokens by default; a prompt needs room too."""
         if self.longest is None:
-            return MAX_LENGTH
-        return min(MAX_LENGTH, self.longest if self.is_encoder_decoder else self.longest // 2)
+            return DEFAULT_MAX_LENGTH
+        room = self.longest if self.is_encoder_decoder else self.longest // 2
+        return min(DEFAULT_MAX_LENGTH, room)
 
     @property
     def is_encoder_decoder(self) -> bool:
-        """Whether a text is a source to be translated, not the beginning of what is sampled."""
+        """Whether a text is a source to translate, rather than the beginning of what is sampled."""
         return bool(self.model.config.is_encoder_decoder)
 
     def room(self, max_length: int) -> int | None:
-        """The most tokens a text may have, if there is a limit."""
+        """Return the largest number of tokens that a prompt may have, or None without a limit."""
         if self.longest is None:
             return None
         return self.longest if self.is_encoder_decoder else self.longest - max_length
 
     def beams(
         self,
-        texts: Sequence[str],
+        texts: Sequence[Prompt],
         k: int = 10,
-        design: str | Design = "conditional-poisson",
+        design: str | Design = DEFAULT_DESIGN,
         *,
         max_length: int | None = None,
-        temperature: float = 1.0,
-        nucleus: float | None = None,
         seed: int | None = None,
         streams: Sequence[int] | None = None,
-        joint: bool = False,
-        entropy: bool = False,
-        path: bool = False,
+        **options: Unpack[SearchOptions],
     ) -> Beams:
-        """Draw K sequences for every text; the arguments are those of ``search``.
+        """Draw K sequences for every text.
 
         Args:
-            texts: sources to translate, or beginnings to continue.
-            k: K.
-            design: by name or as an object.
-            max_length: the most new tokens; ``usual_length`` if it is None.
-            temperature: of the model.
-            nucleus: truncation to the most probable tokens, if any.
-            seed: for the random numbers; a fresh one is taken, and noted, if it is None.
-            streams: the number of each text's stream of random numbers; its place in the list, if
-                not said. With it, a text of a long list gets what it would get in another batch.
-            joint: keep joint inclusion probabilities, for error bars.
-            entropy: keep the entropies of the steps, for the Rao–Blackwellised entropy.
-            path: keep every step.
+            texts: sources to translate or texts to continue. For a chat model an entry may be a
+                list of messages, ``[{"role": "user", "content": "…"}]``, which goes through the
+                tokenizer's chat template.
+            k: K, the number of sequences to draw for each text.
+            design: how the sequences are drawn, by name or as an object.
+            max_length: the largest number of new tokens; by default ``usual_length``.
+            seed: the seed of the random numbers. By default a fresh one is taken and noted in
+                ``beams.settings``.
+            streams: the number of each text's random stream, by default its place in the list. A
+                text of a long list gets the same draw in any batch if its number stays the same.
+            options: ``temperature`` (default 1), ``nucleus``, ``joint``, ``entropy`` and ``path``:
+                see ``cpsbs.search``.
         """
         return next(
             self.beams_each(
@@ -117,92 +129,134 @@ class TextModel:
                 k,
                 design,
                 max_length=max_length,
-                temperature=temperature,
-                nucleus=nucleus,
                 seed=seed,
                 streams=None if streams is None else [streams],
-                joint=joint,
-                entropy=entropy,
-                path=path,
+                **options,
             )
         )
 
     def beams_each(
         self,
-        batches: Iterable[Sequence[str]],
+        batches: Iterable[Sequence[Prompt]],
         k: int = 10,
-        design: str | Design = "conditional-poisson",
+        design: str | Design = DEFAULT_DESIGN,
         *,
         max_length: int | None = None,
-        temperature: float = 1.0,
-        nucleus: float | None = None,
         seed: int | None = None,
         streams: Iterable[Sequence[int]] | None = None,
-        joint: bool = False,
-        entropy: bool = False,
-        path: bool = False,
+        **options: Unpack[SearchOptions],
     ) -> Iterator[Beams]:
-        """``beams`` for one batch of texts after the other, in their order.
+        """Draw K sequences for every text of every batch; the beams come in the batches' order.
 
-        On a GPU the texts of later batches take the places of texts that are through (see
-        ``search_each``): give the longest texts first, and after the first batch smaller ones.
-        Without ``streams`` the texts are counted through.
+        On a GPU the texts of later batches take the places of texts that have ended (continuous
+        batching, see ``cpsbs.search_each``): put the longest texts first, and make the batches
+        after the first one smaller. The arguments are those of ``beams``; without ``streams``
+        the texts of all batches are numbered consecutively.
         """
         length = self.usual_length if max_length is None else max_length
+        settings = SearchSettings(k, design_named(design), length, **options)
+        return self.draw(batches, settings, seed=seed, streams=streams)
+
+    def draw(
+        self,
+        batches: Iterable[Sequence[Prompt]],
+        settings: SearchSettings,
+        *,
+        seed: int | None = None,
+        streams: Iterable[Sequence[int]] | None = None,
+    ) -> Iterator[Beams]:
+        """Draw as ``beams_each`` does, with all settings in one value."""
         chosen = fresh_seed(None) if seed is None else seed
-        backend = backend_for(self.model.device)
-        texts, numbers = iter(batches), streams
+        device, backend = self.model.device, backend_for(self.model.device)
+        prompts, numbers = iter(batches), streams
         if numbers is None:
-            texts, again = tee(texts)
-            numbers = _counted_through(again)
+            prompts, again = tee(prompts)
+            numbers = _consecutive(again)
 
         def models() -> Iterator[TransformersModel]:
-            for batch in texts:
+            for batch in prompts:
                 if isinstance(batch, str):
-                    raise ValueError("texts is one text; it must be a list of them: [text]")
+                    raise ValueError("texts is a single text; it must be a list of texts: [text]")
                 tokens = self._tokens(batch)
-                self._check(batch, tokens, length)
+                self._check(batch, tokens, settings.max_length)
                 yield self._sequence_model(tokens)
 
-        found = search_each(
-            models(),
-            k,
-            design,
-            max_length=length,
-            temperature=temperature,
-            nucleus=nucleus,
-            generator=(Streams.split(chosen, own, self.model.device, backend) for own in numbers),
-            joint=joint,
-            entropy=entropy,
-            path=path,
-        )
+        generators = (Streams.split(chosen, own, device, backend) for own in numbers)
+        found = search_models(models(), settings, generators)
         return (replace(beams, settings={**beams.settings, "seed": chosen}) for beams in found)
 
-    def sequence_model(self, texts: Sequence[str]) -> TransformersModel:
-        """What the search asks for next tokens: the model with these texts, for one search."""
+    def sequence_model(self, texts: Sequence[Prompt]) -> TransformersModel:
+        """Return the model with these texts as its sources, for one search."""
         return self._sequence_model(self._tokens(texts))
 
     @property
     def _padding(self) -> int:
-        """A token that nothing attends to."""
+        """A token to pad prompts with; nothing attends to it."""
         names = ("pad_token_id", "eos_token_id")
         known = (getattr(self.tokenizer, name, None) for name in names)
         return next((token for token in known if isinstance(token, int)), 0)
 
-    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of every text, with those that the tokenizer adds."""
-        for i, text in enumerate(texts):
-            _check_text(i, text)
-        if not texts:
-            return []
+    def _tokens(self, texts: Sequence[Prompt]) -> list[list[int]]:
+        """Return the tokens of every prompt, with the special tokens that belong to it."""
+        found: list[list[int]] = [[] for _ in texts]
+        plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
+        chats = [i for i in range(len(texts)) if not isinstance(texts[i], str)]
+        # A chat template writes the special tokens itself.
+        for numbers, special in ((plain, True), (chats, False)):
+            rendered = [self._rendered(i, texts[i]) for i in numbers]
+            if not rendered:
+                continue
+            try:
+                tokens = self.tokenizer(rendered, add_special_tokens=special).input_ids
+            except Exception as error:  # the library behind it has no error classes of its own
+                raise ValueError(
+                    f"the tokenizer of {self.name} cannot tokenize the texts: {error}"
+                ) from error
+            for i, own in zip(numbers, tokens, strict=True):
+                found[i] = own
+        return found
+
+    def _rendered(self, number: int, prompt: object) -> str:
+        """Return a prompt as the text to tokenize; refuse what no tokenizer takes."""
+        text = prompt
+        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
+            text = self._chat_text(number, prompt)
+        if not isinstance(text, str):
+            kind = type(prompt).__name__
+            raise ValueError(f"texts[{number}] is a {kind}; it must be a string or a conversation")
         try:
-            tokens: list[list[int]] = self.tokenizer(list(texts)).input_ids
-        except Exception as error:  # the library behind it has no kinds of errors
-            raise ValueError(f"the tokenizer of {self.name} cannot split texts: {error}") from error
-        return tokens
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"texts[{number}] is not Unicode text: {error}") from error
+        return text
+
+    def _chat_text(self, number: int, messages: Sequence[Any]) -> str:
+        """Return a conversation as the tokenizer's chat template writes it, up to the answer."""
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise ValueError(
+                    f"texts[{number}] has {message!r} among its messages; a message must be a "
+                    'dictionary with a "role" and a "content"'
+                )
+        if not messages:
+            raise ValueError(f"texts[{number}] has no messages; it must have at least one")
+        if not getattr(self.tokenizer, "chat_template", None):
+            raise ValueError(
+                f"texts[{number}] is a conversation, but the tokenizer of {self.name} has no chat "
+                "template; give texts, or set tokenizer.chat_template"
+            )
+        try:
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template may raise anything
+            raise ValueError(
+                f"texts[{number}] does not fit the chat template of {self.name}: {error}"
+            ) from error
+        return text
 
     def _sequence_model(self, tokens: list[list[int]]) -> TransformersModel:
-        # A prompt must end where the model goes on.
+        # The prompt of a decoder-only model must end where the model goes on.
         side = "right" if self.is_encoder_decoder else "left"
 
         def padded(rows: list[Tensor], value: int) -> Tensor:
@@ -217,8 +271,11 @@ class TextModel:
         model.name = self.name
         return model
 
-    def repeated(self, texts: Sequence[str]) -> Models:
-        """From numbers of texts to a model of them, as ``hindsight_inclusion`` wants it."""
+    def repeated(self, texts: Sequence[Prompt]) -> Models:
+        """Return a function that makes a model of the texts with given numbers, repeats included.
+
+        ``hindsight_inclusion`` takes such a function.
+        """
 
         def of(numbers: Tensor) -> TransformersModel:
             return self.sequence_model([texts[i] for i in numbers.tolist()])
@@ -226,22 +283,22 @@ class TextModel:
         return of
 
     def decode(self, sequences: Sequence[Sequence[int]]) -> list[str]:
-        """Return lists of tokens as texts, without the tokens that are no text."""
+        """Return lists of tokens as texts, without special tokens."""
         if len(sequences) == 0:  # which transformers takes for one sequence without tokens
             return []
         texts: list[str] = self.tokenizer.batch_decode(sequences, skip_special_tokens=True)
         return texts
 
     def texts(self, beams: Beams) -> list[list[str]]:
-        """The sequences of every source as texts."""
+        """Return the sequences of every source as texts."""
         return beams.decode(self.decode)
 
-    def unusable(self, texts: Sequence[str], max_length: int) -> dict[int, str]:
-        """By number, what is wrong with the texts that cannot be taken."""
+    def unusable(self, texts: Sequence[Prompt], max_length: int) -> dict[int, str]:
+        """Return, by number, what is wrong with the texts that the model cannot take."""
         return self._unusable(texts, self._tokens(texts), max_length)
 
     def _unusable(
-        self, texts: Sequence[str], tokens: list[list[int]], max_length: int
+        self, texts: Sequence[Prompt], tokens: list[list[int]], max_length: int
     ) -> dict[int, str]:
         if self.longest is not None and max_length > self.longest:
             raise ValueError(
@@ -250,31 +307,21 @@ class TextModel:
         room = self.room(max_length)
         wrong = {}
         for i, (text, own) in enumerate(zip(texts, tokens, strict=True)):
-            if not text.strip():
+            if isinstance(text, str) and not text.strip():
                 wrong[i] = "is empty"
             elif room is not None and len(own) > room:
                 wrong[i] = f"has {len(own)} tokens; {self.name} takes {room}"
         return wrong
 
-    def _check(self, texts: Sequence[str], tokens: list[list[int]], max_length: int) -> None:
+    def _check(self, texts: Sequence[Prompt], tokens: list[list[int]], max_length: int) -> None:
         if not texts:
             raise ValueError("texts is empty; it must hold at least one text")
         for i, reason in self._unusable(texts, tokens, max_length).items():
             raise ValueError(f"texts[{i}] {reason}")
 
 
-def _check_text(number: int, text: object) -> None:
-    """Refuse what no tokenizer takes."""
-    if not isinstance(text, str):
-        raise ValueError(f"texts[{number}] is a {type(text).__name__}; it must be a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"texts[{number}] is not Unicode text: {error}") from error
-
-
-def _counted_through(batches: Iterable[Sequence[str]]) -> Iterator[range]:
-    """The numbers of the texts."""
+def _consecutive(batches: Iterable[Sequence[Prompt]]) -> Iterator[range]:
+    """Yield the numbers of the texts of each batch, counted through all batches."""
     first = 0
     for batch in batches:
         yield range(first, first + len(batch))
@@ -287,11 +334,12 @@ def load(
     device: str | torch.device | None = None,
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
+    gguf_file: str | None = None,
 ) -> TextModel:
     """Load a model and its tokenizer, sequence-to-sequence or causal.
 
-    Weights are read from safetensors files only. A checkpoint whose parts do not fit together is
-    refused with a ``ValueError``.
+    Weights are read from safetensors or GGUF files only. A checkpoint whose parts do not fit
+    together is refused with a ``ValueError``.
 
     Args:
         name: an embedded model (``en-fr``), a folder, or an id on the Hugging Face hub.
@@ -299,6 +347,9 @@ def load(
         dtype: float32, float16, bfloat16 or float64, or "auto" for what the weights are stored in;
             float32 on a CPU and "auto" elsewhere if it is None.
         trust_remote_code: whether a model may bring code of its own, which would be run.
+        gguf_file: the name of a GGUF file in the folder or repository, which is loaded instead of
+            safetensors files, with quantised weights unpacked.
     """
-    model, tokenizer = pretrained(name, device, dtype, trust_remote_code)
-    return TextModel(str(name), model, tokenizer)
+    model, tokenizer = pretrained(name, device, dtype, trust_remote_code, gguf_file)
+    full_name = str(name) if gguf_file is None else f"{name}/{gguf_file}"
+    return TextModel(full_name, model, tokenizer)

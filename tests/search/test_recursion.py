@@ -219,7 +219,10 @@ def test_temperature_and_nucleus_change_the_model() -> None:
 def test_joint_inclusion_along_the_path() -> None:
     """Σ_{y,y'} p(y) p(y') / π(y, y') over the beam has expectation one (DESIGN §5)."""
     draws = 6_000
-    beams = search(copies(MODEL, draws), 3, max_length=3, generator=generator(4), joint=True)
+    model = copies(MODEL, draws)
+    beams = search(
+        model, 3, "conditional-poisson", max_length=3, generator=generator(4), joint=True
+    )
     assert beams.joint_log_inclusion is not None
     assert beams.log_inclusion is not None
     diagonal = beams.joint_log_inclusion.diagonal(dim1=-2, dim2=-1)
@@ -284,7 +287,8 @@ def test_function_models_and_several_ends() -> None:
 
 
 def test_beams_can_be_sliced_and_written_down() -> None:
-    beams = search(copies(MODEL, 4), 3, max_length=3, generator=generator(0), joint=True)
+    design = "conditional-poisson"
+    beams = search(copies(MODEL, 4), 3, design, max_length=3, generator=generator(0), joint=True)
     assert len(beams) == 4
     assert beams[2].tokens(0) == beams.tokens(2)
     assert len(beams[1:3]) == 2
@@ -304,7 +308,7 @@ def test_beams_can_be_sliced_and_written_down() -> None:
         ({"max_length": 0}, "max_length is 0"),
         ({"temperature": 0}, "temperature is 0"),
         ({"nucleus": 1.5}, "nucleus is 1.5"),
-        ({"design": "beam"}, "design is 'beam'; allowed are conditional-poisson"),
+        ({"design": "beam"}, "design is 'beam'; it must be one of conditional-poisson"),
         ({"design": Diverse(groups=3), "k": 4}, "groups is 3; k = 4 must be a multiple"),
         ({"generator": [torch.Generator()] * 2}, "generator has 2 generators"),
     ],

@@ -1,12 +1,13 @@
-"""The recursion Y_t = K of (Y_{t−1} ∘ V), with a sampling design in it.
+"""The search: Y_t = K of (Y_{t−1} ∘ V), with a sampling design that selects the K.
 
-``recursion`` has what callers use. Everything in it is written for many sources at once: ``loop``
-goes through the steps, ``step`` is one of them, ``state`` and ``trail`` are carried from one to the
-next, ``extension`` turns what a design has picked into new hypotheses, ``rows`` says which of the
-model's rows belong to which hypotheses, and ``beams`` is the result.
+``recursion`` is the recursion itself, in one file; ``settings`` says how to draw, ``state`` and
+``trail`` are carried from step to step, and ``beams`` is the result. ``api`` has what callers use:
+it turns models into ``requests``, and hands those that keep a fixed number of rows to
+``scheduler``, which runs the same steps with continuous batching.
 """
 
+from cpsbs.search.api import search, search_each
 from cpsbs.search.beams import Beams, Step
-from cpsbs.search.recursion import search, search_each
+from cpsbs.search.settings import SearchSettings
 
-__all__ = ["Beams", "Step", "search", "search_each"]
+__all__ = ["Beams", "SearchSettings", "Step", "search", "search_each"]

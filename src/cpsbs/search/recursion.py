@@ -1,214 +1,312 @@
-"""The recursion: Y_0 = {BOS}; Y_t = K of (Y_{t−1} ∘ V), picked by a design; return Y_T.
+"""The recursion: Y_0 = {BOS}; Y_t = K of (Y_{t−1} ∘ V), selected by a design; return Y_T.
 
-Everything is written for B sources at once: ``runs`` has the loop, ``step`` what is done in it, and
-which of the model's rows belong to which hypotheses is the business of ``rows``.
+This file holds all of it, from top to bottom: ``run`` is the loop, ``Transition`` one step of it,
+``extended`` turns what a design has selected into hypotheses, and ``OpenRows`` keeps track of which
+row of the model belongs to which hypothesis. Everything is written for a batch of sources at once.
+
+A source leaves the batch as soon as all of its hypotheses have ended, and the model is asked only
+about hypotheses that go on: a row costs what it computes. ``scheduler`` runs the same transition
+where launching a step costs more than computing it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
-from cpsbs.backends import Backend, backend_for
-from cpsbs.designs import Design, design_named
-from cpsbs.models.base import SequenceModel
-from cpsbs.randomness import Generators, Streams, fresh_seed
-from cpsbs.search.beams import Beams
-from cpsbs.search.loop import Plan, Run, Task, Tasks, collected
+from cpsbs.backends import Backend
+from cpsbs.models.base import (
+    SequenceModel,
+    StoppingModel,
+    check_scores,
+    check_stops,
+    eos_tokens,
+)
+from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
+from cpsbs.scores.reading import beam_chunk_length, read
+from cpsbs.search.beams import Step
+from cpsbs.search.requests import Request
+from cpsbs.search.settings import SearchSettings
+from cpsbs.search.state import Hypotheses, StepResult
+from cpsbs.search.trail import Trail
 
-LEAST_TEMPERATURE = 1e-20
-"""Scores that are divided by less than this overflow in float32."""
+NOT_NUMBERS = (
+    "the model's scores of the next token are NaN, inf, or all -inf after some prefix; each must "
+    "be a number or -inf, and not all may be -inf"
+)
 
 
-def search(
-    model: SequenceModel,
-    k: int,
-    design: str | Design = "conditional-poisson",
-    *,
-    max_length: int,
-    temperature: float = 1.0,
-    nucleus: float | None = None,
-    generator: Generators | Streams | int = None,
-    joint: bool = False,
-    entropy: bool = False,
-    path: bool = False,
-) -> Beams:
-    """Draw K sequences for each of the model's sources.
+def run(request: Request, settings: SearchSettings) -> None:
+    """Search the sources of a model, and leave what was found with its request."""
+    model, streams = request.model, request.streams.copy()
+    slot = torch.arange(model.sources, device=model.device)
+    trail = Trail(model.sources, settings.k, model.pad, model.device, settings.max_length)
+    transition = Transition.of(model, settings, request.backend)
+    beam = Hypotheses.roots(settings, streams, slot)
+    rows = OpenRows(model, request.take_first_scores(), settings.design.roots(settings.k))
+    for length in range(1, settings.max_length + 1):
+        selection, result = transition.with_selection(beam, *rows.scores(beam), streams)
+        beam, parent = rows.stopped(result), result.parent
+        trail.append(slot, parent, beam.token)
+        if settings.path:
+            request.path.append(path_step(beam, selection, parent))
+        goes_on = going(beam, result.broken)
+        if length == settings.max_length:
+            goes_on = [False] * len(goes_on)
+        if not all(goes_on):
+            left, ended = _split(goes_on, slot.device)
+            request.found.append((beam.of(ended), trail.sequences(slot[ended], [length])))
+            if not any(goes_on):
+                return
+            beam, parent, slot = beam.of(left), parent[left], slot[left]
+            streams = streams.select(left)
+            rows.keep(left)
+        rows.advance(parent, beam)
 
-    Args:
-        model: see ``cpsbs.models``.
-        k: K ≥ 1.
-        design: by name or as an object; see ``cpsbs.designs``.
-        max_length: T, the most tokens of a sequence.
-        temperature: τ > 0 of the model, p_τ(y_t | ·) ∝ p(y_t | ·)^{1/τ}. The design's annealing is
-            another thing.
-        nucleus: keep, after each prefix, only the most probable tokens that make up this much of
-            the mass (the paper uses 0.99); the rest is as if it had probability zero.
-        generator: a seed or a generator, from which every source gets a stream of its own, by its
-            number; or a generator for each source. Either way a source's draw does not depend on
-            what else is in the batch (but for conditional Poisson with so large a K and so flat a
-            distribution that a source of the batch makes more of all candidates be looked at one by
-            one).
-        joint: keep the joint inclusion probabilities along the path, for error bars.
-        entropy: keep Σ_t H(p(· | y_<t)) along the path, for the Rao–Blackwellised entropy.
-        path: keep every step.
+
+def going(beam: Hypotheses, broken: Tensor) -> list[bool]:
+    """Return for each source whether a hypothesis goes on; one host–device synchronisation."""
+    is_broken, *open_sources = torch.cat([broken[None], beam.open.any(-1)]).tolist()
+    if is_broken:
+        raise ValueError(NOT_NUMBERS)
+    return open_sources
+
+
+def _split(flags: list[bool], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the places of the true flags and of the false ones."""
+    true = [i for i, flag in enumerate(flags) if flag]
+    false = [i for i, flag in enumerate(flags) if not flag]
+    return torch.tensor(true, device=device), torch.tensor(false, device=device)
+
+
+def path_step(beam: Hypotheses, selection: Selection, parent: Tensor) -> Step:
+    """Return what ``Beams.path`` tells of a step."""
+    present, inclusion = selection.present, selection.log_inclusion
+    return Step(beam.source, parent, beam.token, present, beam.log_prob, inclusion)
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One step of the recursion, from the scores of the next token to the selected hypotheses."""
+
+    settings: SearchSettings
+    eos: tuple[int, ...]
+    pad: int
+    backend: Backend
+
+    @staticmethod
+    def of(model: SequenceModel, settings: SearchSettings, backend: Backend) -> Transition:
+        """Return the transition for a model that has started."""
+        return Transition(settings, eos_tokens(model), model.pad, backend)
+
+    @property
+    def recordable(self) -> bool:
+        """Whether a step never reads a result back to the host, so that it can be recorded."""
+        chosen = self.settings
+        reads_back = chosen.joint or chosen.path or chosen.nucleus is not None
+        return chosen.design.recordable(chosen.k) and not reads_back
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What a recording of the step depends on, apart from shapes."""
+        chosen = self.settings
+        numbers = (chosen.k, chosen.temperature, chosen.entropy)
+        return chosen.design, numbers, self.eos, self.pad
+
+    def __call__(
+        self, beam: Hypotheses, scores: Tensor, streams: Streams, into: StepResult | None = None
+    ) -> StepResult:
+        """Return the result of a step, which a backend may write into ``into``."""
+        return self.with_selection(beam, scores, None, streams, into)[1]
+
+    def with_selection(
+        self,
+        beam: Hypotheses,
+        scores: Tensor,
+        row: Tensor | None,
+        streams: Streams,
+        into: StepResult | None = None,
+    ) -> tuple[Selection, StepResult]:
+        """Return what the design selected, and the result of the step.
+
+        Args:
+            beam: the hypotheses [b, P] to extend.
+            scores: [b, P, V] of the next token; or [n, V] together with ``row``.
+            row: [b, P] which of the n rows belongs to each hypothesis; n for one that has ended.
+            streams: the random numbers of the sources.
+            into: memory for the result, whose hypotheses may be ``beam`` itself.
+        """
+        candidates = self._candidates(beam, scores, row)
+        # A CPU can raise at once; elsewhere reading the flag back would stall the device.
+        if scores.device.type == "cpu" and not bool(candidates.log_total.isfinite().all()):
+            raise ValueError(NOT_NUMBERS)
+        chosen = self.settings
+        selection = chosen.design.select(candidates, chosen.k, streams, chosen.joint)
+        return selection, extended(beam, candidates, selection, self.eos, self.pad, into)
+
+    def _candidates(self, beam: Hypotheses, scores: Tensor, row: Tensor | None) -> Candidates:
+        """Return Y_{t−1} ∘ V: the extensions of open hypotheses, and the others as they are."""
+        chosen, temperature = self.settings, self.settings.temperature
+        if chosen.nucleus is not None:
+            scores, temperature = processed(scores, temperature, chosen.nucleus), 1.0
+        parents, tokens = beam.token.shape[-1], scores.shape[-1]
+        length = beam_chunk_length(parents, tokens, chosen.k, self.backend)
+        terms = self.backend.power_sums(chosen.design.power_sums)
+        chunks = read(scores, temperature, length, terms, row, self.backend)
+        return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
+
+
+def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:
+    """Return a model's scores [..., V] in float32 or float64, scaled and truncated.
+
+    With ``nucleus``, all but the most probable tokens that make up this mass are set to -inf.
     """
-    given = [generator] if isinstance(generator, Sequence | Streams) else generator
-    found = search_each(
-        [model],
-        k,
-        design,
-        max_length=max_length,
-        temperature=temperature,
-        nucleus=nucleus,
-        generator=given,
-        joint=joint,
-        entropy=entropy,
-        path=path,
-    )
-    return next(found)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32)) / temperature
+    if nucleus is None or nucleus == 1:
+        return scores
+    ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
+    before = ordered.cumsum(-1) - ordered
+    inside = before < nucleus
+    inside[..., 0] = True  # the most probable token, even where the mass rounds to zero
+    keep = torch.empty_like(inside).scatter_(-1, order, inside)
+    return scores.masked_fill(~keep, -math.inf)
 
 
-def search_each(
-    models: Iterable[SequenceModel],
-    k: int,
-    design: str | Design = "conditional-poisson",
-    *,
-    max_length: int,
-    temperature: float = 1.0,
-    nucleus: float | None = None,
-    generator: int | torch.Generator | Iterable[Sequence[torch.Generator] | Streams] | None = None,
-    joint: bool = False,
-    entropy: bool = False,
-    path: bool = False,
-) -> Iterator[Beams]:
-    """``search`` for many models, one after the other; the beams come in their order.
+def extended(
+    beam: Hypotheses,
+    candidates: Candidates,
+    selection: Selection,
+    eos: tuple[int, ...],
+    pad: int,
+    into: StepResult | None = None,
+) -> StepResult:
+    """Return the hypotheses that were selected among the extensions of ``beam``.
 
-    On a GPU the sources of the next models take the places of sources that have ended, as soon as
-    there are as many as the next model has, so that a long list goes through without gaps. It
-    should hold one transformers model with inputs that get shorter, the first ones as many as the
-    memory has room for, the others fewer at a time.
-
-    Args:
-        models: the next one is made and started while the ones before it go on.
-        k: K ≥ 1.
-        design: by name or as an object.
-        max_length: T.
-        temperature: τ.
-        nucleus: truncation, if any.
-        generator: a seed or a generator, from which all sources, counted through, get a stream
-            each; or the generators of the sources for each model.
-        joint: keep joint inclusion probabilities.
-        entropy: keep entropies.
-        path: keep every step.
+    A backend may write them into ``into``, whose hypotheses may be ``beam`` itself.
     """
-    chosen = design_named(design)
-    check_settings(k, max_length, temperature, nucleus)
-    plan = Plan(chosen, k, max_length, temperature, nucleus, joint, entropy, path)
-    if generator is None or isinstance(generator, torch.Generator):
-        generator = fresh_seed(generator)
-    settings = {
-        "design": repr(chosen),
-        "k": k,
-        "temperature": temperature,
-        "nucleus": nucleus,
-        "max_length": max_length,
-        "seed": generator if isinstance(generator, int) else None,
-    }
-    return _beams(Tasks(_tasks(models, generator, settings)), plan)
-
-
-def _tasks(
-    models: Iterable[SequenceModel],
-    generator: int | Iterable[Sequence[torch.Generator] | Streams],
-    settings: Mapping[str, Any],
-) -> Iterator[Task]:
-    """The models with their streams of random numbers."""
-    given = None if isinstance(generator, int) else iter(generator)
-    count = 0
-    for model in models:
-        if not hasattr(model, "start"):
-            raise ValueError(
-                f"model is a {type(model).__name__}, which has no start(); "
-                "a model of transformers goes into TransformersModel(model, **inputs)"
-            )
-        backend = backend_for(model.device)
-        if isinstance(generator, int):
-            numbers = range(count, count + model.sources)
-            streams = Streams.split(generator, numbers, model.device, backend)
-            count += model.sources
-        else:
-            assert given is not None
-            streams = _streams(next(given, None), model, backend)
-        name = getattr(model, "name", type(model).__name__)
-        yield Task(model, streams, backend, {**settings, "model": name})
-
-
-def _streams(
-    given: Sequence[torch.Generator] | Streams | None, model: SequenceModel, backend: Backend
-) -> Streams:
-    if given is None:
-        raise ValueError("generator has fewer entries than there are models")
-    if isinstance(given, Streams):
-        streams = given
-    elif isinstance(given, Sequence):
-        streams = Streams(given, model.sources, model.device, backend)
+    joint, entropy = None, None
+    if selection.joint_log_inclusion is not None and beam.joint is not None:
+        parent = candidates.parent_of(selection.index)
+        rows = parent[..., None].expand(-1, -1, beam.joint.shape[-1])
+        columns = parent[:, None, :].expand(-1, parent.shape[-1], -1)
+        joint = beam.joint.gather(1, rows).gather(2, columns) + selection.joint_log_inclusion
+    if beam.entropy is not None:
+        parent = candidates.parent_of(selection.index)
+        entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
+    ends = _end_tokens(eos, beam.token.device)
+    if candidates.chunks.backend.extends(candidates):
+        result = _buffers(beam, candidates, selection) if into is None else into
+        candidates.chunks.backend.extend(beam, candidates, selection, ends, pad, result)
     else:
-        raise ValueError(
-            f"generator has a {type(given).__name__} for a model; it must have a list of them, one "
-            "for each source"
-        )
-    if streams.rows not in (model.sources, None):
-        raise ValueError(
-            f"generator has {streams.rows} streams for a model of {model.sources} sources"
-        )
-    return streams
+        result = _extended(beam, candidates, selection, ends, pad)
+    return replace(
+        result, beam=replace(result.beam, state=selection.state, joint=joint, entropy=entropy)
+    )
 
 
-@torch.no_grad()
-def _beams(tasks: Tasks, plan: Plan) -> Iterator[Beams]:
-    """Of every task, in their order."""
-    first = tasks.next()
-    if first is None:
-        return
-    device, sources = torch.device(first.model.device), first.model.sources
-    del first  # its buffers are not to be kept longer than it needs them
-    progress = _progress(tasks, plan)
-    goes_on = True
-    while goes_on:
-        try:
-            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-                goes_on = next(progress, False)
-                found = [collected(task, plan) for task in tasks.done()]
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"the GPU's memory is too small for {sources} sources with k = {plan.k}; "
-                f"try {max(1, sources // 2)} at a time ({error})"
-            ) from error
-        yield from found
+def _extended(
+    beam: Hypotheses, candidates: Candidates, selection: Selection, eos: Tensor, pad: int
+) -> StepResult:
+    """Return the selected hypotheses, computed in torch."""
+    parent = candidates.parent_of(selection.index)
+    was_finished = beam.finished.gather(-1, parent)
+    token = selection.index % candidates.shape[-1]
+    token = torch.where(was_finished | ~selection.present, pad, token)
+    ended = (token[..., None] == eos).any(-1)
+    log_inclusion = None
+    if selection.log_inclusion is not None and beam.log_inclusion is not None:
+        log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
+    log_prob = candidates.log_prob_of(selection.index)
+    after = Hypotheses(
+        source=beam.source,
+        token=token,
+        length=(beam.length.gather(-1, parent) + ~was_finished) * selection.present,
+        log_prob=torch.where(selection.present, log_prob, -math.inf),
+        finished=(was_finished | ended) & selection.present,
+        present=selection.present,
+        state={},
+        log_inclusion=log_inclusion,
+        joint=None,
+        entropy=None,
+    )
+    return StepResult(after, parent, ~candidates.log_total.isfinite().all())
 
 
-def _progress(tasks: Tasks, plan: Plan) -> Iterator[bool]:
-    """True whenever some sources are through."""
-    while tasks.next() is not None:
-        for _ in Run(plan, tasks.begin()).go(tasks):
-            yield True
+def _buffers(beam: Hypotheses, candidates: Candidates, selection: Selection) -> StepResult:
+    """Return uninitialised memory for the hypotheses that were selected."""
+    known = selection.log_inclusion is not None and beam.log_inclusion is not None
+    index, value = selection.index, candidates.log_prob
+    flag, whole, real = (
+        [torch.empty(index.shape, dtype=kind, device=index.device) for _ in range(3)]
+        for kind in (torch.bool, torch.int64, value.dtype)
+    )
+    after = Hypotheses(
+        source=beam.source,
+        token=whole[0],
+        length=whole[1],
+        log_prob=real[0],
+        finished=flag[0],
+        present=flag[1],
+        state={},
+        log_inclusion=real[1] if known else None,
+        joint=None,
+        entropy=None,
+    )
+    return StepResult(after, whole[2], torch.zeros((), dtype=torch.bool, device=index.device))
 
 
-def check_settings(k: int, max_length: int, temperature: float, nucleus: float | None) -> None:
-    """Refuse what no search can have."""
-    if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-        raise ValueError(f"k is {k!r}; allowed are integers from 1 on")
-    if max_length < 1:
-        raise ValueError(f"max_length is {max_length}; it must be at least 1")
-    if not LEAST_TEMPERATURE <= temperature < math.inf:
-        raise ValueError(
-            f"temperature is {temperature}; allowed are finite numbers from {LEAST_TEMPERATURE} on "
-            "(for the most probable sequences, use the design 'top-k')"
-        )
-    if nucleus is not None and not 0 < nucleus <= 1:
-        raise ValueError(f"nucleus is {nucleus}; allowed are numbers above 0, up to 1, and None")
+@functools.cache
+def _end_tokens(tokens: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return the tokens as a tensor that is never freed, because recorded steps keep reading it."""
+    return torch.tensor(tokens, dtype=torch.int64, device=device)
+
+
+class OpenRows:
+    """The rows of a model, one for each hypothesis that goes on; they change at every step.
+
+    Args:
+        model: a model that has started.
+        scores: [sources, V] of the first token.
+        roots: how many copies of the empty sequence each source starts from.
+    """
+
+    def __init__(self, model: SequenceModel, scores: Tensor, roots: int) -> None:
+        self._model, self._scores = model, scores
+        self._stopping = model if isinstance(model, StoppingModel) else None
+        # [b, P] the row of each hypothesis; all roots of a source share one.
+        self._row = torch.arange(model.sources, device=scores.device)[:, None].expand(-1, roots)
+
+    def scores(self, beam: Hypotheses) -> tuple[Tensor, Tensor | None]:
+        """Return the scores of the next token, and whose they are: see ``with_selection``."""
+        scores, is_open = self._scores, beam.open
+        if is_open.numel() == len(scores) and bool(is_open.all()):
+            return scores.view(*is_open.shape, -1), None
+        return scores, self._row.masked_fill(~is_open, len(scores))
+
+    def stopped(self, result: StepResult) -> Hypotheses:
+        """Return the hypotheses, ended where the model has a reason of its own to stop."""
+        if self._stopping is None:
+            return result.beam
+        is_open = result.beam.open
+        parents = self._row.gather(-1, result.parent)[is_open]
+        stops = check_stops(self._stopping.stops(parents, result.beam.token[is_open]), len(parents))
+        if stops is None:
+            return result.beam
+        return replace(result.beam, finished=result.beam.finished.masked_scatter(is_open, stops))
+
+    def keep(self, sources: Tensor) -> None:
+        """Keep the rows of these sources [b']; the model forgets rows that nobody extends."""
+        self._row = self._row[sources]
+
+    def advance(self, parent: Tensor, beam: Hypotheses) -> None:
+        """Let the hypotheses [b, K] that go on extend their parents [b, K] by their last token."""
+        is_open = beam.open
+        parents = self._row.gather(-1, parent)[is_open]
+        scores = self._model.advance(parents, beam.token[is_open])
+        self._scores = check_scores(scores, len(parents), self._model, "advance")
+        self._row = (is_open.flatten().cumsum(0) - 1).view(is_open.shape)

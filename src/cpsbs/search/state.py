@@ -1,50 +1,46 @@
-"""What the search carries from step to step: hypotheses, and the trail that leads back."""
+"""What the search carries from step to step."""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from itertools import islice
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from cpsbs.designs import Design
 from cpsbs.randomness import Streams
+from cpsbs.search.settings import SearchSettings
 
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """P hypotheses of each of the b sources that are still open."""
+    """P hypotheses for each of the b sources that are still being searched."""
 
     source: Tensor
-    """[b]"""
+    """[b] the number of the source in its model"""
     token: Tensor
-    """[b, P] the last one"""
+    """[b, P] the last token"""
     length: Tensor
-    """[b, P]"""
+    """[b, P] the number of tokens"""
     log_prob: Tensor
-    """[b, P]"""
+    """[b, P] log p of the prefix"""
     finished: Tensor
-    """[b, P]"""
+    """[b, P] whether the hypothesis has ended"""
     present: Tensor
-    """[b, P]"""
+    """[b, P] false for empty places"""
     state: Mapping[str, Tensor]
-    """[b, P] what the design keeps"""
+    """[b, P] what the design keeps with a hypothesis"""
     log_inclusion: Tensor | None
-    """[b, P] along the path"""
+    """[b, P] log of the inclusion probability along the path"""
     joint: Tensor | None
-    """[b, P, P] along the path"""
+    """[b, P, P] log of the joint inclusion probability along the path"""
     entropy: Tensor | None
-    """[b, P] along the path"""
+    """[b, P] the entropies of the steps along the path, added up"""
 
     @staticmethod
-    def first(
-        design: Design, k: int, streams: Streams, source: Tensor, joint: bool, entropy: bool
-    ) -> Hypotheses:
-        """The empty sequence, as often as the design wants it."""
+    def roots(settings: SearchSettings, streams: Streams, source: Tensor) -> Hypotheses:
+        """Return Y_0: the empty sequence, as many times for each source as the design wants it."""
+        design, k = settings.design, settings.k
         shape = (len(source), design.roots(k))
         zeros = torch.zeros(shape, dtype=torch.float64, device=source.device)
         nothing = torch.zeros(shape, dtype=torch.int64, device=source.device)
@@ -58,26 +54,26 @@ class Hypotheses:
             present=~no,
             state=design.begin(k, streams, source),
             log_inclusion=zeros,
-            joint=zeros[..., None] + zeros[:, None, :] if joint else None,
-            entropy=zeros if entropy else None,
+            joint=zeros[..., None] + zeros[:, None, :] if settings.joint else None,
+            entropy=zeros if settings.entropy else None,
         )
 
     @property
     def open(self) -> Tensor:
-        """[b, P] hypotheses that go on."""
+        """[b, P] whether the hypothesis goes on."""
         return self.present & ~self.finished
 
-    def of(self, rows: Tensor) -> Hypotheses:
-        """Those of some of the sources."""
-        return self.rebuilt([x[rows] for x in self.tensors()])
+    def of(self, sources: Tensor) -> Hypotheses:
+        """Return the hypotheses of some of the sources, by their places in the batch."""
+        return self.rebuilt([x[sources] for x in self.tensors()])
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in an order of their own."""
+        """Return all tensors, in an order that ``rebuilt`` understands."""
         plain = [getattr(self, field.name) for field in fields(self) if field.name != "state"]
         return [x for x in plain if x is not None] + list(self.state.values())
 
     def rebuilt(self, tensors: list[Tensor]) -> Hypotheses:
-        """The same with these in the place of ``tensors()``."""
+        """Return hypotheses made of these tensors instead of ``tensors()``."""
         left = iter(tensors)
         plain = {
             field.name: None if getattr(self, field.name) is None else next(left)
@@ -88,17 +84,18 @@ class Hypotheses:
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a step leaves."""
+class StepResult:
+    """What one step of the recursion leaves behind."""
 
     beam: Hypotheses
+    """The hypotheses that were selected."""
     parent: Tensor
-    """[b, K] which of the hypotheses before are extended."""
+    """[b, K] which of the previous hypotheses each one extends."""
     broken: Tensor
-    """Whether some scores were no numbers."""
+    """A scalar: whether some scores could not be normalised."""
 
-    def load(self, other: Outcome) -> None:
-        """Become another one, where it is not this one already; what was broken stays broken."""
+    def load(self, other: StepResult) -> None:
+        """Copy another result into these tensors; ``broken`` stays true once it is."""
         pairs = zip(self.beam.tensors(), other.beam.tensors(), strict=True)
         for own, new in [*pairs, (self.parent, other.parent)]:
             if own is not new:
@@ -107,73 +104,6 @@ class Outcome:
             self.broken.logical_or_(other.broken)
 
 
-Step = Callable[[Hypotheses, Tensor, Streams, Outcome], Outcome]
-"""From hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams: what comes of them. It
-may be written into the last argument, whose hypotheses may be the first."""
-
-
-class RecordedStep(Protocol):
-    """A step of the search that a backend has recorded, on buffers of fixed shapes."""
-
-    now: Outcome
-    """Where it writes."""
-    streams: Streams
-    """The random numbers that it reads."""
-
-    def load(self, beam: Hypotheses, streams: Streams) -> None:
-        """Go on from here."""
-        ...
-
-    def run(self, scores: Tensor) -> Outcome:
-        """Take one step."""
-        ...
-
-
-class Trail:
-    """The parents and tokens of the last steps, from which sequences are read backwards.
-
-    ``slots`` is how many sources there are at first, and ``steps`` the most that one may take. A
-    source that is no longer in the search goes on as it is, by padding.
-    """
-
-    def __init__(self, slots: int, k: int, pad: int, device: torch.device, steps: int) -> None:
-        self._pad = pad
-        self._itself = torch.arange(k, device=device).expand(slots, k)
-        self._padding = torch.full((slots, k), pad, dtype=torch.int64, device=device)
-        self._steps = deque[tuple[Tensor, Tensor]](maxlen=steps)
-
-    def append(self, slot: Tensor, parent: Tensor, token: Tensor) -> None:
-        """One step: hypotheses [b, K] in the slots [b] extend their parents by a token each."""
-        if len(slot) < len(self._itself):
-            parent = self._itself.index_copy(0, slot, parent)
-            token = self._padding.index_copy(0, slot, token)
-        else:
-            parent, token = parent.clone(), token.clone()
-        self._steps.append((parent, token))
-
-    def begin(self, slot: Tensor, parent: Tensor, token: Tensor) -> None:
-        """In these slots [n] the last step was the first one of other sources."""
-        for own, given in zip(self._steps[-1], (parent, token), strict=True):
-            own.index_copy_(0, slot, given)
-
-    def sequences(self, slot: Tensor, steps: Sequence[int]) -> Tensor:
-        """[n, K, T] tokens of the hypotheses in these slots [n], each after so many steps.
-
-        Where a hypothesis was s steps ago is a composition of s maps, from places to places. All of
-        them take log₂ T rounds, in each of which a map that goes d steps back is composed with the
-        one that goes on d steps further.
-        """
-        most = max(steps)
-        last = list(islice(reversed(self._steps), most))
-        parent, token = (torch.stack(each)[:, slot] for each in zip(*last, strict=True))
-        back, distance = torch.cat([self._itself[slot][None], parent[:-1]]), 1
-        while distance < most:
-            further = back[distance:].gather(-1, back[:-distance])
-            back, distance = torch.cat([back[:distance], further]), 2 * distance
-        backwards = token.gather(-1, back).permute(1, 2, 0)
-        if min(steps) == most:
-            return backwards.flip(-1)
-        count = torch.tensor(steps, device=slot.device)[:, None, None]
-        at = count - 1 - torch.arange(most, device=slot.device)
-        found = backwards.gather(-1, at.clamp(min=0).expand_as(backwards))
-        return torch.where(at < 0, self._pad, found)
+StepFunction = Callable[[Hypotheses, Tensor, Streams, StepResult], StepResult]
+"""Maps hypotheses [b, K], scores [b, K, V] (or [b·K, V]) and random streams to the result of a
+step. The result may be written into the last argument, whose hypotheses may be the first one."""

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search, search_each
-from cpsbs.backends.triton import recorded
+from cpsbs.backends.triton.pool import pool_of
 from cpsbs.randomness import Streams, split_seed
-from cpsbs.search import rows as rows_of_a_model
-from cpsbs.search.state import Trail
+from cpsbs.search import scheduler
+from cpsbs.search.trail import Trail
+from tests.backends.fixing import fix_rows_on_cpu
 from tests.models.tiny import EOS, make, prompts
 
 
@@ -33,10 +34,10 @@ def test_the_same_beams_both_ways(name: str, design: str, monkeypatch: pytest.Mo
     """Hypotheses that have ended go on as they are, sources are dropped now and then."""
     model = make(name).double()
     expected = beams(design, model, entropy=True)
-    monkeypatch.setattr(recorded, "ON_CPU", True)
-    monkeypatch.setattr(rows_of_a_model, "LOOK", 3)
-    monkeypatch.setattr(rows_of_a_model, "CROWDED", 0)
-    monkeypatch.setattr(rows_of_a_model, "SPARSE", 0.9)
+    fix_rows_on_cpu(monkeypatch)
+    monkeypatch.setattr(scheduler, "SYNC_EVERY", 3)
+    monkeypatch.setattr(scheduler, "CROWDED", 0)
+    monkeypatch.setattr(scheduler, "SPARSE", 0.9)
     found = beams(design, model, entropy=True)
     assert bool(expected.finished.any())
     assert torch.equal(found.sequences, expected.sequences)
@@ -98,9 +99,9 @@ def joined(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def fix_rows(monkeypatch: pytest.MonkeyPatch, crowded: int = 512) -> None:
-    monkeypatch.setattr(recorded, "ON_CPU", True)
-    monkeypatch.setattr(rows_of_a_model, "LOOK", 3)
-    monkeypatch.setattr(rows_of_a_model, "CROWDED", crowded)
+    fix_rows_on_cpu(monkeypatch)
+    monkeypatch.setattr(scheduler, "SYNC_EVERY", 3)
+    monkeypatch.setattr(scheduler, "CROWDED", crowded)
 
 
 # Not stratified: what is heavy is decided between numbers that are equal but for rounding.
@@ -124,7 +125,7 @@ def test_sources_take_the_places_of_others(
 def test_padded_prompts_and_fewer_rows_at_the_end(
     name: str, crowded: int, joined: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Sources that rest ask for no position that the model does not have."""
+    """Idle sources ask for no position that the model does not have."""
     model = make(name).double()
     expected = drawn(model, "gumbel-top-k", padded=True)
     fix_rows(monkeypatch, crowded)
@@ -155,7 +156,7 @@ def test_buffers_are_for_the_next_models(monkeypatch: pytest.MonkeyPatch) -> Non
     fix_rows(monkeypatch)
     models = [TransformersModel(model, **given) for given in groups(False)[:1] * 4]
     assert len(list(search_each(models, 3, max_length=6, generator=0))) == 4
-    kept = recorded._KEPT[model]
+    kept = pool_of(model)
     assert len(kept._workspaces) == 1
     assert not kept._workspaces[0].busy
     some = search_each(
@@ -181,7 +182,7 @@ def test_random_streams_are_checked() -> None:
         run([five])
     with pytest.raises(ValueError, match="5 generators; it must have one for each row, 2"):
         run([five, five])
-    with pytest.raises(ValueError, match="it must have a list of them"):
+    with pytest.raises(ValueError, match="it must have a list with one generator"):
         run([five, torch.Generator()])
     with pytest.raises(ValueError, match="5 streams for a model of 2 sources"):
         run([five, Streams.split(0, 5, "cpu")])
@@ -192,7 +193,7 @@ def test_random_streams_are_checked() -> None:
 
 def test_scores_that_are_no_numbers_are_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the search looks only now and then."""
-    monkeypatch.setattr(recorded, "ON_CPU", True)
+    fix_rows_on_cpu(monkeypatch)
 
     def broken(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         return scores * torch.nan

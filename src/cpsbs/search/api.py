@@ -1,0 +1,192 @@
+"""``search`` and ``search_each``: draw sequences for the sources of one model, or of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Unpack
+
+import torch
+
+from cpsbs.backends import Backend, backend_for
+from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
+from cpsbs.models.base import FixedRowModel, SequenceModel
+from cpsbs.randomness import Generators, Streams, fresh_seed
+from cpsbs.search import recursion
+from cpsbs.search.beams import Beams
+from cpsbs.search.requests import Request, RequestQueue
+from cpsbs.search.scheduler import Scheduler
+from cpsbs.search.settings import SearchOptions, SearchSettings
+
+StreamsOfModels = int | torch.Generator | Iterable[Sequence[torch.Generator] | Streams] | None
+"""A seed or a generator for all models, or the generators of the sources of each model."""
+
+
+def search(
+    model: SequenceModel,
+    k: int,
+    design: str | Design = DEFAULT_DESIGN,
+    *,
+    max_length: int,
+    temperature: float = 1.0,
+    nucleus: float | None = None,
+    generator: Generators | Streams | int = None,
+    joint: bool = False,
+    entropy: bool = False,
+    path: bool = False,
+) -> Beams:
+    """Draw K sequences for each of the model's sources.
+
+    Args:
+        model: the model to draw from; see ``cpsbs.models``.
+        k: K ≥ 1, the number of sequences to draw for each source.
+        design: how K candidates are selected at every step, by name or as an object; see
+            ``cpsbs.designs``.
+        max_length: T, the largest number of tokens in a sequence. A sequence that has not ended by
+            then counts as an outcome.
+        temperature: τ > 0, with p_τ(y_t | ·) ∝ p(y_t | ·)^{1/τ}. It changes the distribution that
+            is sampled from, unlike the annealing of a design.
+        nucleus: after each prefix keep only the most probable tokens that make up this much
+            probability (the paper uses 0.99), and treat the others as impossible.
+        generator: a seed or a generator, from which every source gets a random stream of its own
+            by its number; or a list with a generator for each source. Either way a source's draw
+            does not depend on what else is in the batch. (There is one exception: with conditional
+            Poisson and a K so large and a distribution so flat that the head must grow, the head
+            grows for the whole batch.)
+        joint: keep joint inclusion probabilities along the path, from which some designs estimate
+            their error.
+        entropy: keep Σ_t H(p(· | y_<t)) along the path, for Rao–Blackwellised entropy.
+        path: keep what was selected at every step.
+    """
+    settings = SearchSettings(
+        k, design_named(design), max_length, temperature, nucleus, joint, entropy, path
+    )
+    given = [generator] if isinstance(generator, Sequence | Streams) else generator
+    return next(search_models([model], settings, given))
+
+
+def search_each(
+    models: Iterable[SequenceModel],
+    k: int,
+    design: str | Design = DEFAULT_DESIGN,
+    *,
+    max_length: int,
+    generator: StreamsOfModels = None,
+    **options: Unpack[SearchOptions],
+) -> Iterator[Beams]:
+    """Draw K sequences for the sources of many models; the beams come in the models' order.
+
+    On a GPU this is continuous batching: the sources of the next model take the places of sources
+    that have ended as soon as all of them fit, so that a long list goes through without gaps. The
+    list should hold one transformers model with inputs that get shorter, the first batch as large
+    as the memory allows, the others smaller.
+
+    Args:
+        models: an iterable; the next model is made and started while those before it go on.
+        k: as in ``search``.
+        design: as in ``search``.
+        max_length: as in ``search``.
+        generator: a seed or a generator, from which the sources of all models, numbered
+            consecutively, get a stream each; or the generators of the sources for each model.
+        options: ``temperature``, ``nucleus``, ``joint``, ``entropy`` and ``path``, as in
+            ``search``.
+    """
+    settings = SearchSettings(k, design_named(design), max_length, **options)
+    return search_models(models, settings, generator)
+
+
+def search_models(
+    models: Iterable[SequenceModel], settings: SearchSettings, generator: StreamsOfModels
+) -> Iterator[Beams]:
+    """Draw sequences as the settings say; see ``search_each``."""
+    if generator is None or isinstance(generator, torch.Generator):
+        generator = fresh_seed(generator)
+    return _beams(RequestQueue(_requests(models, settings, generator)), settings)
+
+
+def _requests(
+    models: Iterable[SequenceModel],
+    settings: SearchSettings,
+    generator: int | Iterable[Sequence[torch.Generator] | Streams],
+) -> Iterator[Request]:
+    """Yield the models with their backends and random streams."""
+    seed = generator if isinstance(generator, int) else None
+    given = None if isinstance(generator, int) else iter(generator)
+    count = 0
+    for model in models:
+        if not hasattr(model, "start"):
+            raise ValueError(
+                f"model is a {type(model).__name__}, which has no start(); wrap a transformers "
+                "model as TransformersModel(model, **inputs)"
+            )
+        backend = backend_for(model.device)
+        if given is None:
+            assert seed is not None
+            numbers = range(count, count + model.sources)
+            streams = Streams.split(seed, numbers, model.device, backend)
+            count += model.sources
+        else:
+            streams = _streams(next(given, None), model, backend)
+        name = getattr(model, "name", type(model).__name__)
+        label = {**settings.as_record(), "seed": seed, "model": name}
+        yield Request(model, streams, backend, label)
+
+
+def _streams(
+    given: Sequence[torch.Generator] | Streams | None, model: SequenceModel, backend: Backend
+) -> Streams:
+    """Return the streams that were given for a model, if they fit."""
+    if given is None:
+        raise ValueError("generator has fewer entries than there are models")
+    if isinstance(given, Streams):
+        streams = given
+    elif isinstance(given, Sequence):
+        streams = Streams(given, model.sources, model.device, backend)
+    else:
+        raise ValueError(
+            f"generator has a {type(given).__name__} for a model; it must have a list with one "
+            "generator for each source"
+        )
+    if streams.rows not in (model.sources, None):
+        raise ValueError(
+            f"generator has {streams.rows} streams for a model of {model.sources} sources"
+        )
+    return streams
+
+
+@torch.no_grad()
+def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
+    """Yield the beams of every request, in their order."""
+    first = queue.peek()
+    if first is None:
+        return
+    device, sources = torch.device(first.model.device), first.model.sources
+    del first  # so that its buffers are freed as soon as the search is done with them
+    progress = _progress(queue, settings)
+    goes_on = True
+    while goes_on:
+        try:
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                goes_on = next(progress, False)
+                found = [request.beams(settings) for request in queue.done()]
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"the GPU's memory is too small for {sources} sources with k = {settings.k}; "
+                f"try {max(1, sources // 2)} at a time ({error})"
+            ) from error
+        yield from found
+
+
+def _progress(queue: RequestQueue, settings: SearchSettings) -> Iterator[bool]:
+    """Work through the queue; yield True whenever some sources have ended."""
+    while queue.peek() is not None:
+        request = queue.begin()
+        request.prefill()
+        model, steps = request.model, settings.max_length - 1
+        if isinstance(model, FixedRowModel) and model.fix_rows(settings.k, steps, request.backend):
+            for _ in Scheduler(request, model, settings).run(queue):
+                yield True
+        else:
+            recursion.run(request, settings)
+            yield True
+        del request, model

@@ -1,0 +1,96 @@
+"""Requests: models whose sources are to be searched, in their order, and what was found."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from cpsbs.backends import Backend
+from cpsbs.models.base import SequenceModel, check_scores
+from cpsbs.randomness import Streams
+from cpsbs.search.beams import Beams, Step, collected
+from cpsbs.search.settings import SearchSettings
+from cpsbs.search.state import Hypotheses
+
+
+@dataclass(eq=False)
+class Request:
+    """A model whose sources are to be searched, and what has been found for them so far."""
+
+    model: SequenceModel
+    streams: Streams
+    """The random numbers of the sources."""
+    backend: Backend
+    label: Mapping[str, Any]
+    """How the beams are made: what ``Beams.settings`` will say."""
+    found: list[tuple[Hypotheses, Tensor]] = field(default_factory=list)
+    """Hypotheses [n, K] of sources that have ended, and their tokens [n, K, T]."""
+    path: list[Step] = field(default_factory=list)
+    _first_scores: Tensor | None = None
+
+    def prefill(self) -> None:
+        """Start the model, which computes the scores of the first token; only the first time."""
+        if self._first_scores is None:
+            scores = self.model.start()
+            self._first_scores = check_scores(scores, self.model.sources, self.model, "start")
+
+    def take_first_scores(self) -> Tensor:
+        """Return the scores [sources, V] of the first token, which are not kept any longer."""
+        self.prefill()
+        scores, self._first_scores = self._first_scores, None
+        assert scores is not None
+        return scores
+
+    @property
+    def done(self) -> bool:
+        """Whether all sources have ended."""
+        return sum(len(part.source) for part, _ in self.found) == self.model.sources
+
+    def beams(self, settings: SearchSettings) -> Beams:
+        """Return what was found, once the request is done."""
+        path = tuple(self.path) if settings.path else None
+        return collected(self.found, settings.design, self.model.pad, path, self.label)
+
+
+class RequestQueue:
+    """Requests in their order: those that are still to come, and those that have begun."""
+
+    def __init__(self, requests: Iterable[Request]) -> None:
+        self._coming = iter(requests)
+        self._waiting: Request | None = None
+        self._begun = deque[Request]()
+        self._error: Exception | None = None
+
+    def peek(self) -> Request | None:
+        """Return the next request without beginning it, or None if there is none.
+
+        If others have begun, its model is started here, while the device is busy with them. An
+        error on the way is raised only when those that have begun are done.
+        """
+        if self._waiting is None and self._error is None:
+            try:
+                self._waiting = next(self._coming, None)
+                if self._begun and self._waiting is not None:
+                    self._waiting.prefill()
+            except Exception as error:
+                self._waiting, self._error = None, error
+        if self._error is not None and not self._begun:
+            raise self._error
+        return self._waiting
+
+    def begin(self) -> Request:
+        """Return the next request, which counts as begun from now on."""
+        request = self.peek()
+        assert request is not None
+        self._waiting = None
+        self._begun.append(request)
+        return request
+
+    def done(self) -> Iterator[Request]:
+        """Yield the requests that are done, up to the first one that is not."""
+        while self._begun and self._begun[0].done:
+            yield self._begun.popleft()

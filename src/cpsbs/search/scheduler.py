@@ -1,0 +1,336 @@
+"""Continuous batching: sources of later requests take the places of sources that have ended.
+
+On a GPU a step costs what it takes to launch, and reading a result back stalls the device. So
+every place of the batch, with the K rows of the model that belong to it, stays occupied: hypotheses
+that have ended are carried along, steps are recorded and replayed, and the scheduler synchronises
+with the device only every ``SYNC_EVERY`` steps. What a source gets does not depend on any of this:
+its random numbers are its own.
+
+A place is *running* (it belongs to a request) or *idle* (its source has been collected). After each
+synchronisation the scheduler takes one ``Action``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cpsbs.backends import Backend
+from cpsbs.models.base import FixedRowModel, SequenceModel, check_scores, eos_tokens
+from cpsbs.randomness import Streams
+from cpsbs.search.recursion import Transition, going, path_step
+from cpsbs.search.requests import Request, RequestQueue
+from cpsbs.search.settings import SearchSettings
+from cpsbs.search.state import Hypotheses, StepResult
+from cpsbs.search.trail import Trail
+
+SYNC_EVERY = 8
+"""Steps between two host–device synchronisations."""
+
+CROWDED = 512
+"""Rows up to which a step on a GPU takes the same time."""
+
+SPARSE = 0.5
+"""The share of running places below which a crowded batch is made smaller."""
+
+
+class Action(Enum):
+    """What the scheduler does after a synchronisation."""
+
+    CONTINUE = auto()
+    """Take the next step."""
+    COLLECT = auto()
+    """Hand over the sources that have ended, because some have reached the maximal length."""
+    REFILL = auto()
+    """Collect, and let the sources of the next requests take idle places."""
+    SHRINK = auto()
+    """Collect, and go on with fewer places, because few are running and nobody waits."""
+    FINISH = auto()
+    """Collect and stop: no place is running and no request fits."""
+
+
+@dataclass
+class Place:
+    """The place of one source in the batch."""
+
+    request: Request | None
+    """Whose source runs here; None if the place is idle."""
+    began: int
+    """After how many steps of the batch the source began."""
+
+
+class RecordedStep(Protocol):
+    """A step of the search that a backend has recorded, on buffers of fixed shapes."""
+
+    now: StepResult
+    """The buffers that the step reads and writes."""
+    streams: Streams
+    """The random numbers that it reads."""
+
+    def load(self, beam: Hypotheses, streams: Streams) -> None:
+        """Copy hypotheses and streams into the buffers, to go on from there."""
+        ...
+
+    def run(self, scores: Tensor) -> StepResult:
+        """Take one step."""
+        ...
+
+
+class Scheduler:
+    """A batch that begins with the sources of one request, whose model has fixed rows."""
+
+    def __init__(self, request: Request, model: FixedRowModel, settings: SearchSettings) -> None:
+        self._settings = settings
+        self._transition = Transition.of(model, settings, request.backend)
+        self._trail = Trail(model.sources, settings.k, model.pad, model.device, settings.max_length)
+        self._slot = torch.arange(model.sources, device=model.device)
+        """[b] the slot of each place in the trail."""
+        self._places = [Place(request, 0) for _ in range(model.sources)]
+        self._steps = 0
+        # A copy, because the streams of later sources will be put into it.
+        self._streams = request.streams.copy()
+        self._beam = Hypotheses.roots(settings, self._streams, self._slot)
+        scores, roots = request.take_first_scores(), settings.design.roots(settings.k)
+        self._rows = FixedRows(model, scores, roots, settings.k, request.backend)
+        self._broken = torch.zeros((), dtype=torch.bool, device=model.device)
+        self._recorded: RecordedStep | None = None
+
+    def run(self, queue: RequestQueue) -> Iterator[None]:
+        """Search until nothing is left; yield whenever sources have been handed over."""
+        try:
+            yield from self._run(queue)
+        finally:
+            self._rows.release()
+
+    def _run(self, queue: RequestQueue) -> Iterator[None]:
+        oldest = 0
+        while True:
+            parent = self._step()
+            is_full = self._steps - oldest == self._settings.max_length
+            if is_full or self._steps % SYNC_EVERY == 0:
+                # The host prefills the next request while the device is busy. A path belongs to
+                # one request, so that nobody joins where it is kept.
+                waiting = None if self._settings.path else queue.peek()
+                ended = self._synchronise()
+                action = self._next_action(ended, waiting, is_full)
+                if action is not Action.CONTINUE:
+                    self._collect(ended)
+                    yield
+                if action is Action.FINISH:
+                    return
+                if action is Action.SHRINK:
+                    parent = self._shrink(parent)
+                if action is Action.REFILL:
+                    parent = self._refill(queue, parent)
+                oldest = min(place.began for place in self._places if place.request is not None)
+            self._rows.advance(parent, self._beam)
+
+    def _step(self) -> Tensor:
+        """Take one step, recorded if that is possible; return the parents [b, K]."""
+        transition = self._transition
+        if self._recorded is None and self._steps and transition.recordable:
+            self._recorded = self._rows.recorded(transition, self._beam, self._streams)
+            if self._recorded is not None:
+                self._recorded.now.broken.logical_or_(self._broken)
+        if self._recorded is not None:
+            result = self._recorded.run(self._rows.latest)
+            self._streams, self._broken = self._recorded.streams, result.broken
+        else:
+            scores = self._rows.scores(self._beam)
+            selection, result = transition.with_selection(self._beam, scores, None, self._streams)
+            self._broken = self._broken | result.broken
+            request = self._places[0].request
+            if self._settings.path and request is not None:
+                request.path.append(path_step(result.beam, selection, result.parent))
+        self._beam = result.beam
+        self._steps += 1
+        self._trail.append(self._slot, result.parent, result.beam.token)
+        return result.parent
+
+    def _age(self, place: int) -> int:
+        """Return how many tokens the source in a place has."""
+        return self._steps - self._places[place].began
+
+    def _synchronise(self) -> list[int]:
+        """Return the running places whose sources have ended, by their own or by their length."""
+        goes_on = going(self._beam, self._broken)
+        return [
+            i
+            for i, place in enumerate(self._places)
+            if place.request is not None
+            and (not goes_on[i] or self._age(i) == self._settings.max_length)
+        ]
+
+    def _next_action(self, ended: list[int], waiting: Request | None, is_full: bool) -> Action:
+        running = sum(place.request is not None for place in self._places) - len(ended)
+        if waiting is not None and self._fits(waiting, len(self._places) - running):
+            return Action.REFILL
+        if running == 0:
+            return Action.FINISH
+        few = running <= SPARSE * len(self._places)
+        if few and len(self._places) * self._settings.k > CROWDED:
+            return Action.SHRINK
+        return Action.COLLECT if is_full else Action.CONTINUE
+
+    def _collect(self, ended: list[int]) -> None:
+        """Hand the sources in these places over to their requests; the places become idle."""
+        for request in {id(r): r for r in (self._places[i].request for i in ended)}.values():
+            assert request is not None
+            own = [i for i in ended if self._places[i].request is request]
+            at = self._tensor(own)
+            tokens = self._trail.sequences(self._slot[at], [self._age(i) for i in own])
+            request.found.append((self._beam.of(at), tokens))
+        for i in ended:
+            self._places[i].request = None
+        # Sources at the maximal length are closed too, so that nobody waits for them.
+        closed = self._beam.finished.index_fill(0, self._tensor(ended), True)
+        self._replace(replace(self._beam, finished=closed))
+        self._rows.retire(ended)
+
+    def _shrink(self, parent: Tensor) -> Tensor:
+        """Go on with the running places alone; return their parents."""
+        running = [i for i, place in enumerate(self._places) if place.request is not None]
+        kept = self._tensor(running)
+        self._beam, self._streams = self._beam.of(kept), self._streams.select(kept)
+        self._slot = self._slot[kept]
+        self._places = [self._places[i] for i in running]
+        self._rows.keep(kept)
+        self._recorded = None
+        return parent[kept]
+
+    def _refill(self, queue: RequestQueue, parent: Tensor) -> Tensor:
+        """Let requests take idle places as long as they fit; return the parents [b, K]."""
+        idle = [i for i, place in enumerate(self._places) if place.request is None]
+        waiting = queue.peek()
+        while waiting is not None and self._fits(waiting, len(idle)):
+            count = waiting.model.sources
+            parent = self._admit(queue.begin(), idle[:count], parent)
+            idle, waiting = idle[count:], queue.peek()
+        return parent
+
+    def _fits(self, request: Request, idle: int) -> bool:
+        return request.model.sources <= idle and self._rows.admits(request.model)
+
+    def _admit(self, request: Request, places: list[int], parent: Tensor) -> Tensor:
+        """Put the sources of a request, after their first step, into these places."""
+        settings, at = self._settings, self._tensor(places)
+        first = request.take_first_scores()
+        scores = first[:, None].expand(-1, settings.design.roots(settings.k), -1)
+        streams = request.streams.copy()
+        source = torch.arange(request.model.sources, device=self._slot.device)
+        result = self._transition(Hypotheses.roots(settings, streams, source), scores, streams)
+        pairs = zip(self._beam.tensors(), result.beam.tensors(), strict=True)
+        self._streams.put(places, streams)
+        self._replace(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
+        self._broken.logical_or_(result.broken)
+        self._trail.begin(self._slot[at], result.parent, result.beam.token)
+        self._rows.join(places, request.model)
+        for i in places:
+            self._places[i] = Place(request, self._steps - 1)
+        # The rows of a source that begins are all alike.
+        return parent.index_fill(0, at, 0)
+
+    def _replace(self, beam: Hypotheses) -> None:
+        """Go on with these hypotheses, in the recorded step's buffers if there are any."""
+        if self._recorded is None:
+            self._beam = beam
+        else:
+            broken = self._broken.clone()
+            self._recorded.load(beam, self._streams)
+            self._broken.logical_or_(broken)
+
+    def _tensor(self, places: list[int]) -> Tensor:
+        return torch.tensor(places, dtype=torch.int64, device=self._slot.device)
+
+
+class FixedRows:
+    """The rows of a model that keeps K for every source, also for hypotheses that have ended.
+
+    Args:
+        model: a model whose ``fix_rows`` has returned True.
+        scores: [sources, V] of the first token.
+        roots: how many copies of the empty sequence each source starts from.
+        k: K.
+        backend: records the steps of the search.
+    """
+
+    def __init__(
+        self, model: FixedRowModel, scores: Tensor, roots: int, k: int, backend: Backend
+    ) -> None:
+        self._model, self._roots, self._k, self._backend = model, roots, k, backend
+        self.latest = scores
+        """What the model returned last: [sources, V] at first, then [b·K, V]."""
+        self._at_start = True
+
+    def scores(self, beam: Hypotheses) -> Tensor:
+        """Return the scores [b, P, V]; hypotheses that have ended offer token 0 alone."""
+        if self._at_start:
+            return self.latest[:, None].expand(-1, self._roots, -1)
+        return self._closed(self.latest, beam)
+
+    def advance(self, parent: Tensor, beam: Hypotheses) -> None:
+        """Let all hypotheses [b, K] extend their parents [b, K] by their last token."""
+        scores = self._model.step(parent, beam.token)
+        self.latest = check_scores(scores, parent.numel(), self._model, "step")
+        self._at_start = False
+
+    def keep(self, sources: Tensor) -> None:
+        """Keep these sources [b'] alone; the model copies its KV cache."""
+        self._model.keep_sources(sources)
+
+    def admits(self, model: SequenceModel) -> bool:
+        """Return whether sources of another model, which has started, can take places here."""
+        own = self._model
+        alike = (own.pad, own.vocab_size) == (model.pad, model.vocab_size)
+        return alike and eos_tokens(own) == eos_tokens(model) and own.admits(model)
+
+    def retire(self, places: list[int]) -> None:
+        """Tell the model that these places are idle; they stop attending to a growing past."""
+        self._model.retire(places)
+
+    def join(self, places: list[int], model: SequenceModel) -> None:
+        """Let the sources of a model that ``admits`` has accepted take these places."""
+        self._model.join(places, model)
+
+    def release(self) -> None:
+        """Free the model's buffers for other searches."""
+        self._model.release()
+
+    def recorded(
+        self, transition: Transition, beam: Hypotheses, streams: Streams
+    ) -> RecordedStep | None:
+        """Return the step recorded by the backend, ready to go on from here, or None.
+
+        A recording is kept with the buffers of the model and used again by later searches.
+        """
+
+        def step(
+            beam: Hypotheses, scores: Tensor, streams: Streams, into: StepResult
+        ) -> StepResult:
+            return transition(beam, self._closed(scores, beam), streams, into)
+
+        def now() -> StepResult:
+            broken = torch.zeros((), dtype=torch.bool, device=self.latest.device)
+            own = beam.rebuilt([x.clone() for x in beam.tensors()])
+            return StepResult(own, torch.empty_like(beam.token), broken)
+
+        found: RecordedStep | None = self._backend.record(
+            step, transition.key, now, self.latest, streams, self._model.memo()
+        )
+        if found is not None:
+            found.load(beam, streams)
+        return found
+
+    def _closed(self, scores: Tensor, beam: Hypotheses) -> Tensor:
+        """Return the scores [b, P, V]; rows of hypotheses that have ended are overwritten."""
+        if not self._backend.close(scores, beam.present, beam.finished):
+            closed = ~beam.open.flatten()
+            scores.masked_fill_(closed[:, None], -math.inf)
+            scores[:, 0].masked_fill_(closed, 0.0)
+        return scores.view(*beam.token.shape, -1)
