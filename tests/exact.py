@@ -13,11 +13,11 @@ from cpsbs import TableModel
 Prefix = tuple[int, ...]
 Beam = frozenset[Prefix]
 Rule = Callable[[dict[Prefix, float], int], dict[Beam, float]]
-"""From candidates with their probabilities, and K, to the law of the K that are picked."""
+"""A function from candidates with their probabilities, and K, to the law of the K picked ones."""
 
 
 def extensions(model: TableModel, beam: Beam, p: dict[Prefix, float]) -> dict[Prefix, float]:
-    """Y ∘ V with probabilities; finished hypotheses stay as they are."""
+    """Return Y ∘ V with probabilities; finished hypotheses stay as they are."""
     out: dict[Prefix, float] = {}
     for y in beam:
         if y and y[-1] in model.eos:
@@ -30,7 +30,7 @@ def extensions(model: TableModel, beam: Beam, p: dict[Prefix, float]) -> dict[Pr
 
 
 def beam_law(model: TableModel, k: int, length: int, rule: Rule) -> dict[Beam, float]:
-    """P(Y_T) for the recursion with this rule."""
+    """Return P(Y_T) for the recursion with this rule."""
     law: dict[Beam, float] = {frozenset({()}): 1.0}
     p: dict[Prefix, float] = {(): 1.0}
     for _ in range(length):
@@ -48,7 +48,7 @@ def beam_law(model: TableModel, k: int, length: int, rule: Rule) -> dict[Beam, f
 
 
 def conditional_poisson(weight: Callable[[float], float]) -> Rule:
-    """Subsets in proportion to the product of their weights."""
+    """Return the rule that picks subsets in proportion to the product of their weights."""
 
     def rule(candidates: dict[Prefix, float], k: int) -> dict[Beam, float]:
         products: dict[Beam, float] = {}
@@ -71,15 +71,16 @@ class Path:
     inclusion: dict[Prefix, float]
     """Π_t π_t of every sequence in Y_T."""
     joint: dict[tuple[Prefix, Prefix], float]
-    """Π_t π_t of every pair, in both orders; where the two prefixes are one, that one's."""
+    """Π_t π_t of every pair, in both orders; while two have the same prefix, the prefix's own."""
 
 
 StepRule = Callable[[dict[Prefix, float], dict[Prefix, float], int], dict[Beam, float]]
-"""From candidates with p, and with p over the inclusion so far, and K, to the law of the picks."""
+"""A function from candidates with p, and with p over the inclusion so far, and K, to the law of the
+K picked ones."""
 
 
 def paths(model: TableModel, k: int, length: int, rule: StepRule) -> Iterator[Path]:
-    """Every path of the recursion with this rule."""
+    """Yield every path of the recursion with this rule."""
 
     def steps(
         probability: float,
@@ -118,12 +119,12 @@ def paths(model: TableModel, k: int, length: int, rule: StepRule) -> Iterator[Pa
 
 
 def poisson_rule(weight: Callable[[float], float]) -> StepRule:
-    """The paper's design: weights are a function of p."""
+    """Return the rule of the paper's design, whose weights are a function of p."""
     return lambda p, worth, k: conditional_poisson(weight)(p, k)
 
 
 def targets(worth: dict[Prefix, float], k: int) -> dict[Prefix, float]:
-    """min(1, c u) that sum to K, by bisection."""
+    """Return the targets min(1, c u) that sum to K, found by bisection."""
     low, high = 0.0, k / min(worth.values())
     for _ in range(200):
         c = (low + high) / 2
@@ -134,7 +135,10 @@ def targets(worth: dict[Prefix, float], k: int) -> dict[Prefix, float]:
 def calibrated_rule(
     p: dict[Prefix, float], worth: dict[Prefix, float], k: int
 ) -> dict[Beam, float]:
-    """Conditional Poisson with the odds of the targets; certain items are in every subset."""
+    """Return the conditional Poisson law with the odds of the targets as weights.
+
+    Certain items are in every subset.
+    """
     target = targets(worth, k)
     certain = [y for y, t in target.items() if t > 1 - 1e-12]
     rest = [y for y in target if y not in certain]
@@ -147,7 +151,7 @@ def calibrated_rule(
 
 
 def without_replacement(p: dict[Prefix, float], k: int) -> dict[Beam, float]:
-    """The law of K draws without replacement from p, one after the other."""
+    """Return the law of K draws without replacement from p, one after the other."""
     law: dict[Beam, float] = defaultdict(float)
     for order in itertools.permutations(p, k):
         left, q = 1.0, 1.0

@@ -1,6 +1,6 @@
-"""What the design's numbers are, by other means: enumeration and recurrences in mpmath.
+"""The numbers of a design computed by other means: enumeration and recurrences in mpmath.
 
-Also the textbook recurrence in plain torch, which the benchmark measures us against.
+Also the textbook recurrence in plain torch, which the benchmark compares our code with.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ mp.mp.dps = 60
 
 
 class Enumeration:
-    """A design of K of N by listing all its subsets; for small N."""
+    """A design of K of N items, given by a list of all its subsets; for small N."""
 
     def __init__(self, log_weights: list[float], k: int) -> None:
         self.n, self.k = len(log_weights), k
@@ -34,16 +34,16 @@ class Enumeration:
 
     @property
     def log_z(self) -> Any:
-        """Log Z."""
+        """The logarithm of Z."""
         return mp.log(self.z)
 
     def inclusion(self, *items: int) -> Any:
-        """The probability that all these items are in the sample."""
+        """Return the probability that all these items are in the sample."""
         return mp.fsum(w for y, w in self.products.items() if set(items) <= set(y)) / self.z
 
     @cached_property
     def entropy(self) -> Any:
-        """The entropy; log1p keeps the digits of the most probable subset's part."""
+        """The entropy; log1p keeps the digits of what the most probable subset contributes."""
         most = max(self.products, key=lambda y: self.products[y])
         others = [w / self.products[most] for y, w in self.products.items() if y != most]
         log_ratio = mp.log1p(mp.fsum(others))
@@ -52,7 +52,7 @@ class Enumeration:
 
 
 def elementary(weights: list[Any], k: int) -> list[Any]:
-    """e_0…e_K by the paper's Algorithm 1, in mpmath."""
+    """Return e_0…e_K by the paper's Algorithm 1, in mpmath."""
     table = [mp.mpf(1)] + [mp.mpf(0)] * k
     for w in weights:
         for j in range(k, 0, -1):
@@ -61,7 +61,7 @@ def elementary(weights: list[Any], k: int) -> list[Any]:
 
 
 class Recurrence:
-    """log Z and π of a few items of a larger design, by recurrences in mpmath."""
+    """A larger design: log Z and π of a few items are computed by recurrences in mpmath."""
 
     def __init__(self, log_weights: list[float], k: int) -> None:
         self.weights = [mp.exp(mp.mpf(x)) for x in log_weights]
@@ -70,11 +70,11 @@ class Recurrence:
 
     @property
     def log_z(self) -> Any:
-        """Log Z."""
+        """The logarithm of Z."""
         return mp.log(self.table[self.k])
 
     def inclusion(self, *items: int) -> Any:
-        """The probability that all these items are in the sample."""
+        """Return the probability that all these items are in the sample."""
         rest = [w for i, w in enumerate(self.weights) if i not in items]
         left = self.k - len(items)
         if left < 0:
@@ -84,7 +84,7 @@ class Recurrence:
 
 
 def relative_error(log_value: float, exact: Any) -> float:
-    """|e^log_value / exact − 1|; 0 where both are zero."""
+    """Return |e^log_value / exact − 1|, or 0 where both are zero."""
     if exact == 0:
         return 0.0 if log_value == -math.inf else math.inf
     if not math.isfinite(log_value):
@@ -93,10 +93,10 @@ def relative_error(log_value: float, exact: Any) -> float:
 
 
 def textbook_log_normalizer(log_weights: Tensor, k: int) -> Tensor:
-    """Log Z by the paper's Algorithm 1, vectorised over k, for a row of weights.
+    """Return log Z of a row of weights by the paper's Algorithm 1, vectorised over k.
 
-    Without logarithms in the loop, which makes it some two times faster; the weights are scaled so
-    that the numbers stay in range.
+    The weights are scaled so that the numbers stay in range without logarithms in the loop, which
+    makes it about twice as fast.
     """
     scale = log_weights.topk(k).values[-1]
     weights = (log_weights - scale).exp() * (k / len(log_weights))

@@ -1,4 +1,4 @@
-"""The design against R's package ``sampling``, an implementation that shares nothing with ours."""
+"""The design, compared with R's package ``sampling``, which shares nothing with our code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ write(t(UPmaxentropypi2(pik)), "{folder}/joint", ncolumns = 1)
 
 
 def run_r(pik: Tensor, folder: Path) -> dict[str, Tensor]:
-    """Inclusion probabilities for odds of pik; weights for inclusion pik; and its joint matrix."""
+    """Return R's inclusion probabilities for the odds of pik, and weights that make pik exact.
+
+    Both come with their joint inclusion probabilities.
+    """
     if shutil.which("Rscript") is None:
         pytest.skip("R is not installed (Debian: r-cran-sampling)")
     has = subprocess.run(
@@ -50,7 +53,7 @@ def run_r(pik: Tensor, folder: Path) -> dict[str, Tensor]:
 
 
 def targets(n: int, k: int, seed: int) -> Tensor:
-    """Inclusion probabilities between 0 and 1 that sum to k."""
+    """Return inclusion probabilities between 0 and 1 that sum to k."""
     x = torch.randn(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     return ConditionalPoisson(x, k).log_inclusion.exp()
 

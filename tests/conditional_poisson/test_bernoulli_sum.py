@@ -1,4 +1,4 @@
-"""The law of the number of heads, against direct convolution."""
+"""The law of the number of heads, compared with direct convolution."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from cpsbs.conditional_poisson.bernoulli_sum import (
     BernoulliSum,
     PowerSums,
-    alias_free,
+    circle_points,
     variance_bound,
 )
 
 
 def convolved(p: Tensor) -> Tensor:
-    """[M + 1] P(S = j), coin by coin."""
+    """Return [M + 1] P(S = j), computed coin by coin."""
     law = torch.ones(1, dtype=torch.float64)
     for chance in p:
         law = torch.nn.functional.pad(law, (0, 1)) * (
@@ -66,7 +66,7 @@ def test_power_sums_stand_for_small_coins() -> None:
 )
 def test_values_a_circle_apart_do_not_both_occur(k: int, n: int) -> None:
     """Equal coins have the largest variance; at every tilt that is used."""
-    points = alias_free(k, n)
+    points = circle_points(k, n)
     assert points % 2 == 0
     for wanted in (k - 0.5, k + 0.5):
         law = stats.binom(n, min(wanted / n, 1.0))

@@ -14,7 +14,7 @@ from cpsbs import ConditionalPoisson
 
 
 def test_tiny_probabilities_are_met_relatively() -> None:
-    """float64 knows the distance of 1 − 1e-12 from 1 to four digits, and the sum must be K."""
+    """float64 has four digits for the distance of 1 − 1e-12 from 1, and the sum must be K."""
     target = torch.tensor([1e-12, 1e-12, 1 - 1e-12, 1 - 1e-12], dtype=torch.float64)
     fitted = ConditionalPoisson.fit(target, 2).log_inclusion.exp()
     torch.testing.assert_close(fitted, target, rtol=3e-4, atol=0)
@@ -28,7 +28,7 @@ def worst(target: Tensor, k: int) -> float:
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_inclusion_probabilities_come_back(data: st.DataObject) -> None:
-    """The inclusion probabilities of any design, near-certain items included, to 1e-10."""
+    """Those of any design are met to 1e-10, also where items are nearly certain."""
     n = data.draw(st.integers(2, 12))
     k = data.draw(st.integers(1, n - 1))
     spread = data.draw(st.sampled_from([0.1, 1.0, 5.0, 30.0]))
@@ -41,7 +41,7 @@ def test_inclusion_probabilities_come_back(data: st.DataObject) -> None:
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.75])
 @pytest.mark.parametrize("doubt", [1e-1, 1e-3, 1e-4, 1e-6, 1e-8])
 def test_two_groups_nearly_certain(n: int, share: float, doubt: float) -> None:
-    """Little variance, and all of it between the groups: far from Hájek's approximation."""
+    """There is little variance, all of it between the groups: Hájek's approximation is far off."""
     k = round(n * share)
     target = torch.full((n,), doubt * k / (n - k), dtype=torch.float64)
     target[:k] = 1 - doubt
@@ -76,7 +76,7 @@ def test_certain_items_are_allowed() -> None:
 
 @pytest.mark.parametrize(("n", "k"), [(100_000, 20), (100_000, 1000), (20_000, 10_000)])
 def test_many_items(n: int, k: int) -> None:
-    """Size proportional to 1…100, as in a survey; N = 10⁵."""
+    """Sizes go from 1 to 100, as in a survey, for N = 10⁵."""
     size = 1.0 + torch.arange(n, dtype=torch.float64) % 100
     target = size * (k / size.sum())
     assert float(target.max()) < 1
@@ -92,8 +92,8 @@ def test_float32_targets_are_met_within_their_precision() -> None:
 @pytest.mark.parametrize(
     ("target", "k", "message"),
     [
-        ([0.5, 0.6], 1, "inclusion sums to 1.1; it must sum to k = 1"),
-        ([1.5, -0.5], 1, "inclusion has 1.5; a probability is between 0 and 1"),
+        ([0.5, 0.6], 1, "inclusion sums to 1.1.*k = 1"),
+        ([1.5, -0.5], 1, "inclusion has 1.5"),
         ([math.nan, 0.5], 1, "inclusion has nan"),
         ([0.5, 0.5], 3, "k is 3"),
     ],

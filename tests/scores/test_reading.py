@@ -1,4 +1,4 @@
-"""Chunks of scores: those of parents that share a row, or have none, and the largest of many."""
+"""Chunks of scores, also of parents that share a row or have none, and the largest candidates."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCES, PARENTS = 3, 5
 
 
 def two_ways(tokens: int, length: int, dtype: torch.dtype) -> tuple[Chunks, Chunks]:
-    """The same scores: in full, and by rows of which some are shared and some are not there."""
+    """Return the same scores in full, and by rows which some parents share and others lack."""
     generator = torch.Generator().manual_seed(tokens)
     rows = 3 * torch.randn((9, tokens), generator=generator).to(dtype)
     rows[4, : tokens // 2] = -math.inf
@@ -53,8 +53,8 @@ def test_rows_that_are_shared_or_not_there(tokens: int, length: int, dtype: torc
     head = full.find_largest(offset, 12)
     same(mapped.find_largest(offset, 12).values, head.values)
     unit = head.values[:, -1]
-    table = full.masses_beside(offset, unit, head, 3)
-    same(mapped.masses_beside(offset, unit, mapped.find_largest(offset, 12), 3), table)
+    table = full.masses_outside(head, offset, unit, 3)
+    same(mapped.masses_outside(mapped.find_largest(offset, 12), offset, unit, 3), table)
     same(mapped.masses(offset - unit[:, None], head.index.sort(dim=-1).values, 3), table)
     some = torch.tensor([2, 0])
     for chosen in (full, mapped):
@@ -71,7 +71,7 @@ def test_the_masses_are_those_of_all_but_the_head() -> None:
     values, index = log_p.topk(12, dim=-1)
     assert torch.equal(head.values, values)
     weight = (log_p - values[:, -1:]).exp().scatter(-1, index, 0.0)
-    sums = full.masses_beside(offset, values[:, -1], head, 3).sum(-1)
+    sums = full.masses_outside(head, offset, values[:, -1], 3).sum(-1)
     expected = torch.stack([(weight**j).sum(-1) for j in (1, 2, 3)])
     torch.testing.assert_close(sums, expected, rtol=1e-12, atol=0)
 
@@ -80,7 +80,7 @@ def test_the_masses_are_those_of_all_but_the_head() -> None:
 def test_forbidden_tokens(forbidden: float) -> None:
     """Where fewer candidates are allowed than the head has places, some forbidden ones are in it.
 
-    In one source of two, in chunks of their own or beside allowed ones, with parents that differ.
+    They are in one source of two, in chunks of their own or beside allowed tokens.
     """
     generator = torch.Generator().manual_seed(0)
     scores = 3 * torch.randn((2, 2, 700), generator=generator)
@@ -97,7 +97,7 @@ def test_forbidden_tokens(forbidden: float) -> None:
     weight = (log_p - unit[:, None]).exp().scatter(-1, head.index, 0.0)
     expected = torch.stack([weight.sum(-1), (weight**2).sum(-1)])
     for table in (
-        chunks.masses_beside(offset, unit, head, 2),
+        chunks.masses_outside(head, offset, unit, 2),
         chunks.masses(offset - unit[:, None], head.index.sort(dim=-1).values, 2),
     ):
         torch.testing.assert_close(table.sum(-1).double(), expected, rtol=1e-5, atol=1e-8)

@@ -1,4 +1,4 @@
-"""Elementary symmetric polynomials, by way of coin flips.
+"""The conditional Poisson distribution over subsets of K items, computed by way of coin flips.
 
 A conditional Poisson design needs one number and its relatives: the sum over all subsets of
 size K of the product of their weights (the paper's ``eq:naive``),
@@ -22,14 +22,16 @@ function of S then gives them to rounding error.
 The modules, in the order in which a candidate meets them:
 
 ``weights``
-    where the N weights of a row come from: a tensor, or a model's scores.
+    provides the N weights of a row, from a tensor or from a model's scores.
 ``population``
     splits the N weights of a row into a *head*, the M largest, kept one by one, and a *tail*,
     of which a few power sums are enough.
 ``bernoulli_sum``
     finds the tilt and the law of S.
-``inclusion``, ``normalizer``
-    π, joint π and what derives from them; log Z and the entropy.
-``draws``
-    draws samples: flips the coins until K come up heads.
+``sampling``
+    draws samples, by flipping the coins until K come up heads, and computes π and joint π.
+``normalizer``, ``gradients``, ``fitting``
+    compute log Z and the entropy, derivatives, and weights for prescribed π.
+``distribution``
+    has ``ConditionalPoisson``, the design that users see.
 """

@@ -1,14 +1,14 @@
-"""Conditional Poisson sampling: K of N, with probability proportional to the product of weights.
+"""The conditional Poisson design: K of N items, in proportion to the product of their weights.
 
     Q(Y) = Π_{n ∈ Y} w_n / Z   for |Y| = K,      Z = Σ_{|Y| = K} Π_{n ∈ Y} w_n        (eq:q)
 
-Flip a coin with odds w_n for every item and look only at the outcomes with K heads: that is the
+Flip a coin with odds w_n for every item, and keep only the outcomes with K heads: that is the
 design, and the one of largest entropy among those with its inclusion probabilities. Beam search is
 its limit for w_n = p_n^{1/τ}, τ → 0; drawing from it at every step of that recursion instead is the
 paper's conditional Poisson stochastic beam search.
 
-Weights are given as logarithms. -inf: never taken; +inf: always taken (*forced*).
-How the numbers come about is told in ``cpsbs.conditional_poisson``.
+Weights are given as logarithms: an item with -inf is never taken, one with +inf always (*forced*).
+``cpsbs.conditional_poisson`` explains the arithmetic.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cpsbs.conditional_poisson import gradients, inclusion, normalizer
-from cpsbs.conditional_poisson.draws import draw
+from cpsbs.conditional_poisson import gradients, normalizer, sampling
 from cpsbs.conditional_poisson.fitting import fit_log_weights
 from cpsbs.conditional_poisson.population import split
 from cpsbs.conditional_poisson.weights import log_odds
@@ -40,9 +39,8 @@ class ConditionalPoisson:
 
     Args:
         log_weights: [..., N] log w, in float64, 32, 16 or bfloat16; only their differences matter.
-            -inf: an item that is never taken; inf: one that always is (*forced*). Leading
-            dimensions are independent designs. The tensor is not copied and must not be changed
-            afterwards.
+            An item with -inf is never taken, one with inf always (*forced*). Leading dimensions
+            are independent designs. The tensor is not copied and must not be changed afterwards.
         k: K, how many items a sample has; the same for the whole batch.
 
     Raises:
@@ -62,7 +60,7 @@ class ConditionalPoisson:
 
     @property
     def batch_shape(self) -> torch.Size:
-        """The leading dimensions."""
+        """The leading dimensions of the weights."""
         return self.log_weights.shape[:-1]
 
     @property
@@ -78,21 +76,21 @@ class ConditionalPoisson:
         weights: Literal["odds", "probability"] = "odds",
         anneal: float = 1.0,
     ) -> ConditionalPoisson:
-        """The design with weights made of probabilities, as the search uses it.
+        """Return the design with weights made of probabilities, as the search uses it.
 
         "odds" are the paper's w = p/(1 − p), with which the inclusion probabilities come close to p
         where these sum to K (§3, *Setting w_n*); an item with p = 1 is always taken. "probability"
         is w = p, which for K = 1 is ordinary sampling.
 
         ``anneal`` is the paper's annealing of the design, w ↦ w^{1/τ}; as it goes to 0 the sample
-        becomes the set of the K most probable items, ties broken uniformly at random. It is not the
-        temperature of a model: that one changes p itself. Annealed weights are rescaled, so that
-        ``log_normalizer`` cannot be compared between values of ``anneal``.
+        becomes the set of the K most probable items, with ties broken uniformly at random. It is
+        not the temperature of a model, which changes p itself. Annealed weights are rescaled, so
+        that values of ``log_normalizer`` for different ``anneal`` cannot be compared.
 
         Args:
             log_p: [..., N] logarithms of probabilities, so at most 0; they need not sum to one. For
-                logits, use ``logits.log_softmax(-1)``; in float64 where probabilities come close to
-                one, because float32 knows nothing between 1 − 6e-8 and 1, which is always.
+                logits, use ``logits.log_softmax(-1)``, in float64 where probabilities come close to
+                one: float32 has no number between 1 − 6e-8 and 1, and p = 1 means certainty.
             k: K.
             weights: "odds" or "probability".
             anneal: τ ≥ 0; 0 is the limit itself.
@@ -117,11 +115,11 @@ class ConditionalPoisson:
 
     @classmethod
     def fit(cls, inclusion: Tensor, k: int) -> ConditionalPoisson:
-        """The design with these inclusion probabilities.
+        """Return the design with these inclusion probabilities.
 
-        It exists and is unique up to the scale of its weights whenever 0 ≤ π ≤ 1 and Σ π = K. It
-        minimises the convex log Z(x) − Σ_n π_n x_n, whose gradient is the error in the inclusion
-        probabilities; see ``cpsbs.conditional_poisson.fitting``.
+        It exists and is unique up to the scale of its weights whenever 0 ≤ π ≤ 1 and Σ π = K. Its
+        log-weights x minimise the convex log Z(x) − Σ_n π_n x_n, whose gradient is the error in the
+        inclusion probabilities; see ``cpsbs.conditional_poisson.fitting``.
 
         Args:
             inclusion: [..., N] inclusion probabilities; they may be exactly 0 and 1. float64
@@ -141,7 +139,7 @@ class ConditionalPoisson:
 
     @property
     def log_normalizer(self) -> Tensor:
-        """[...] log Z = log e_K(w) (eq:naive); over the free items, where some are forced."""
+        """[...] log Z = log e_K(w) (eq:naive); where items are forced, it is over the free ones."""
         if self._wants_gradient:
             return gradients.apply(gradients.LogNormalizer, self)
         return self._log_normalizer
@@ -154,7 +152,7 @@ class ConditionalPoisson:
         return self._log_inclusion.view(self.log_weights.shape).clone()
 
     def log_inclusion_of(self, indices: Tensor) -> Tensor:
-        """[..., m] log π_n of these items [..., m] only, without computing the other N.
+        """Return [..., m] log π_n of these items [..., m] only, without computing the others.
 
         ``indices`` may have more leading dimensions than the design, as samples do. (Where
         gradients are wanted, the others are computed too.)
@@ -166,11 +164,11 @@ class ConditionalPoisson:
             )
             return values.gather(-1, index).view(self._shape_of(indices))
         with torch.inference_mode():
-            values = inclusion.log_inclusion_at(self._population, self._relative_weights(index))
+            values = sampling.log_inclusion_at(self._population, self._relative_weights(index))
         return values.clone().view(self._shape_of(indices))
 
     def log_prob(self, subset: Tensor) -> Tensor:
-        """[...] log Q(Y) of the subsets [..., K]; the order of the items does not matter."""
+        """Return [...] log Q(Y) of the subsets [..., K]; the order of items does not matter."""
         if isinstance(subset, Tensor) and subset.ndim and subset.shape[-1] != self.k:
             raise ValueError(
                 f"subset has shape {list(subset.shape)}; its last dimension must be k = {self.k}"
@@ -179,7 +177,7 @@ class ConditionalPoisson:
         with torch.no_grad():
             log_q = normalizer.log_prob(self._population, self._relative_weights(index))
         if self._wants_gradient:
-            # The same, less accurately, for the sake of its gradient.
+            # The same value, computed less accurately for the sake of its gradient.
             x = _gathered(self.log_weights.reshape(self._population.log_weights.shape), index)
             product = torch.where(x.isfinite(), x, 0.0).sum(-1)
             path = product - self.log_normalizer.view(-1)
@@ -187,22 +185,22 @@ class ConditionalPoisson:
         return log_q.view(self._shape_of(subset)[:-1])
 
     def joint_log_inclusion(self, subset: Tensor) -> Tensor:
-        """[..., m, m] log P(i and j are both in) for the items [..., m]; the diagonal is log π_i.
+        """Return [..., m, m] log P(i and j are both in) for the items [..., m]; not differentiable.
 
-        P(i, j) = π_i · P(j | i), and the design given i is conditional Poisson with K − 1 of the
-        others: no difference of nearly equal numbers, whether weights are tied or not. Not
-        differentiable.
+        The diagonal is log π_i. P(i, j) = π_i · P(j | i), and the design given i is conditional
+        Poisson with K − 1 of the others: no difference of nearly equal numbers is taken, whether
+        weights are tied or not.
         """
         index = self._rows_of_indices("subset", subset, distinct=True)
         y = self._relative_weights(index)
         joint = torch.zeros((*y.shape, y.shape[-1]), dtype=torch.float64, device=y.device)
         for sample, out in zip(y, joint, strict=True):
-            out.copy_(inclusion.joint_log_inclusion_at(self._population, sample))
+            out.copy_(sampling.joint_log_inclusion_at(self._population, sample))
         shape = self._shape_of(subset)
         return joint.view(*shape, shape[-1])
 
     def entropy(self) -> Tensor:
-        """[...] −Σ_Y Q(Y) log Q(Y), in nats.
+        """Return [...] the entropy −Σ_Y Q(Y) log Q(Y), in nats.
 
         With Y* the K largest weights and c the smallest log-weight among them, every term of
 
@@ -217,12 +215,14 @@ class ConditionalPoisson:
     # ------------------------------------------------------------------ samples
 
     def sample(self, sample_shape: Sequence[int] = (), generator: Generators = None) -> Tensor:
-        """[*sample_shape, ..., K] distinct indices, ascending.
+        """Draw [*sample_shape, ..., K] distinct indices, in ascending order.
 
-        ``generator`` lives on the device of the weights; the same state of it gives the same
-        samples on the same device. With a list of generators, one for each design of the batch, a
-        sample (of shape ()) does not depend on the other designs, unless their weights are so flat
-        that more of them have to be looked at one by one.
+        Args:
+            sample_shape: the shape of the samples for each design.
+            generator: a generator on the device of the weights; the same state of it gives the same
+                samples on the same device. With a list of generators, one for each design of the
+                batch, a sample (of shape ()) does not depend on the other designs, unless their
+                weights are so flat that the head must be larger for all of them.
         """
         sizes = sample_shape if isinstance(sample_shape, tuple | list) else (-1,)
         if not all(isinstance(size, int) and size >= 0 for size in sizes):
@@ -232,14 +232,14 @@ class ConditionalPoisson:
         samples = math.prod(sample_shape)
         with torch.inference_mode():
             streams = Streams(generator, math.prod(self.batch_shape), self.log_weights.device)
-            picked = draw(self._population, samples, streams)
+            picked = sampling.draw(self._population, samples, streams)
         return picked.clone().view(*sample_shape, *self.batch_shape, self.k)
 
     def condition_on(self, index: Tensor | int) -> ConditionalPoisson:
-        """The design given that item ``index`` [...] is in: the paper's Q̃ (eq:beam_cp_p).
+        """Return the design given that item ``index`` [...] is in: the paper's Q̃ (eq:beam_cp_p).
 
-        One item for each design; dimensions that ``index`` has before those of the batch become
-        dimensions of the result, with a design for each item. To condition on several items,
+        There is one item for each design. Dimensions that ``index`` has before those of the batch
+        become dimensions of the result, with a design for each item. To condition on several items,
         condition again.
         """
         index = torch.as_tensor(index, device=self.log_weights.device)
@@ -247,14 +247,16 @@ class ConditionalPoisson:
             index = index.expand(self.batch_shape)
         if index.shape[index.ndim - len(self.batch_shape) :] != self.batch_shape:
             raise ValueError(
-                f"index has shape {list(index.shape)}, which does not end in the batch "
+                f"index has shape {list(index.shape)}; it must end in the batch shape "
                 f"{list(self.batch_shape)} of the design"
             )
         index = index[..., None]
         self._rows_of_indices("index", index)
         with torch.no_grad():
             if bool((self.log_inclusion_of(index) == -math.inf).any()):
-                raise ValueError("index names an item that is in no sample")
+                raise ValueError(
+                    "index names an item that is in no sample; allowed are items with π > 0"
+                )
         weights = self.log_weights.expand(*index.shape[:-1], self.n)
         return ConditionalPoisson(weights.scatter(-1, index, math.inf), self.k)
 
@@ -266,28 +268,28 @@ class ConditionalPoisson:
 
     @property
     def _log_normalizer(self) -> Tensor:
-        """[...] log Z, without its gradient."""
+        """[...] log Z, without a gradient."""
         return normalizer.log_normalizer(self._population).view(self.batch_shape)
 
     @cached_property
     def _log_inclusion(self) -> Tensor:
-        """[R, N] log π, computed once; an ordinary tensor even if asked for in inference mode."""
+        """[R, N] log π, computed once; in inference mode, too, it is an ordinary tensor."""
         with torch.inference_mode(False), torch.no_grad():
-            return inclusion.log_inclusion(self._population)
+            return sampling.log_inclusion(self._population)
 
     def _log_inclusion_odds(self) -> Tensor:
-        return inclusion.log_inclusion_odds(self._population).view(self.log_weights.shape)
+        return sampling.log_inclusion_odds(self._population).view(self.log_weights.shape)
 
     def _covariance_product(self, vector: Tensor) -> Tensor:
-        """[..., N] Σ_j Cov(i, j) v_j for v [..., N]."""
+        """Return [..., N] Σ_j Cov(i, j) v_j for v [..., N]."""
         rows = vector.reshape(self._population.log_weights.shape)
-        return inclusion.covariance_product(self._population, rows).view(vector.shape)
+        return sampling.covariance_product(self._population, rows).view(vector.shape)
 
     def _gradient_of_rare(self, vector: Tensor) -> Tensor:
-        """[..., N] Σ_i v_i ∂ log π_i / ∂ log w_j over items i whose π is next to nothing.
+        """Return [..., N] Σ_i v_i ∂ log π_i / ∂ log w_j over items i whose π is next to nothing.
 
         Such an item changes nothing for the others, so log π_i = log w_i + log e_{K−1} − log e_K of
-        all items, and the derivative is δ_ij + π_j − π'_j, where π' has K picks and π K − 1.
+        all items, and the derivative is δ_ij + π_j − π'_j, where π is for K − 1 items and π' for K.
         """
         rows = vector.reshape(self._population.log_weights.shape)
         out = torch.zeros_like(rows)
@@ -298,7 +300,7 @@ class ConditionalPoisson:
         return out.masked_fill(self._population.log_weights == math.inf, 0.0).view(vector.shape)
 
     def _relative_weights(self, index: Tensor) -> Tensor:
-        """[S, R, m] relative log-weights of the items index [S, R, m]."""
+        """Return the relative log-weights [S, R, m] of the items [S, R, m]."""
         return self._population.relative(_gathered(self._population.log_weights, index))
 
     def _shape_of(self, indices: Tensor) -> torch.Size:
@@ -308,7 +310,7 @@ class ConditionalPoisson:
         return torch.Size([*batch, indices.shape[-1]])
 
     def _rows_of_indices(self, name: str, indices: Tensor, distinct: bool = False) -> Tensor:
-        """Indices [..., m] as [S, R, m], checked."""
+        """Check indices [..., m], and return them as [S, R, m]."""
         if not isinstance(indices, Tensor) or indices.ndim == 0:
             kind = "a scalar" if isinstance(indices, Tensor) else f"a {type(indices).__name__}"
             raise ValueError(f"{name} is {kind}; it must be an integer tensor of shape [..., m]")
@@ -325,8 +327,8 @@ class ConditionalPoisson:
         batch = len(self.batch_shape)
         if shape is None or shape[len(shape) - 1 - batch : -1] != self.batch_shape:
             raise ValueError(
-                f"{name} has shape {list(indices.shape)}, which does not fit the batch "
-                f"{list(self.batch_shape)} of the design"
+                f"{name} has shape {list(indices.shape)}; its dimensions before the last must fit "
+                f"the batch shape {list(self.batch_shape)} of the design"
             )
         index = indices.to(device=self.log_weights.device, dtype=torch.int64)
         if index.numel():
@@ -338,9 +340,7 @@ class ConditionalPoisson:
             ordered = index.sort(dim=-1).values
             repeated = ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]]
             if repeated.numel():
-                raise ValueError(
-                    f"{name} has {int(repeated[0])} twice; the items of a sample are distinct"
-                )
+                raise ValueError(f"{name} has {int(repeated[0])} twice; its items must be distinct")
         rows, samples = math.prod(self.batch_shape), math.prod(shape[: len(shape) - 1 - batch])
         return index.expand(shape).reshape(samples, rows, shape[-1])
 
@@ -352,10 +352,12 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _checked_k(name: str, values: Tensor, k: int) -> int:
-    """K as a plain integer, if the weights and K make sense together."""
+    """Check that the weights and K make sense together, and return K as a plain integer."""
     if not isinstance(values, Tensor) or values.dtype not in DTYPES:
         kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(f"{name} is {kind}; it must be a tensor of float64, 32, 16 or bfloat16")
+        raise ValueError(
+            f"{name} is {kind}; it must be a tensor of float64, float32, float16 or bfloat16"
+        )
     if values.ndim == 0:
         raise ValueError(f"{name} has no dimension; it must have shape [..., N]")
     try:
@@ -368,15 +370,15 @@ def _checked_k(name: str, values: Tensor, k: int) -> int:
 
 
 def _gathered(rows: Tensor, index: Tensor) -> Tensor:
-    """[S, R, m] the entries index [S, R, m] of rows [R, N]."""
+    """Return the entries [S, R, m] of rows [R, N] at the indices [S, R, m]."""
     return rows.expand(len(index), -1, -1).gather(-1, index)
 
 
 def _anneal(log_weights: Tensor, k: int, anneal: float) -> Tensor:
-    """Log-weights / anneal, up to a constant that keeps the K-th largest where it is.
+    """Return log-weights / anneal, measured from the K-th largest.
 
-    Ties with it stay ties however small ``anneal`` is, and the rest may overflow to ±inf, which
-    then means what it should.
+    Ties with it stay ties however small ``anneal`` is, and all others may overflow to ±inf, which
+    then rightly means always or never.
     """
     if k == 0:
         return log_weights

@@ -1,15 +1,15 @@
 """Weights for prescribed inclusion probabilities.
 
 π(x) is the gradient of the convex log Z(x), x = log w, and its derivative is the covariance matrix
-C of the item indicators, with π_n (1 − π_n) on the diagonal. Where that variance sums to much, C is
-close to
+C of the item indicators, with π_n (1 − π_n) on the diagonal. Where the sum of these variances is
+large, C is close to
 
     diag(c) − c cᵀ / Σc ,      c_n − c_n² / Σc = π_n (1 − π_n)
 
 (Hájek's approximation, with c such that the diagonal is right; it is exact for K = 1, where c = π,
 and for K = N − 1, where c = 1 − π). Its inverse acts on vectors that sum to zero as division by c,
-so that such a Newton step costs one evaluation of π. The step is taken on the scale of log-odds,
-where the map from x to π is nearly the identity and small and large probabilities are alike. What
+so that such a Newton step costs one evaluation of π. The step is taken on the scale of log-odds of
+π, where the map from x is nearly the identity and treats small and large probabilities alike. What
 the approximation misses, a few directions at most, is learnt from the last steps (Anderson's
 acceleration).
 """
@@ -23,25 +23,28 @@ import torch
 from torch import Tensor
 
 TOLERANCE = 1e-11
-"""Where to stop: the largest error of a log-odds of inclusion; that of π is at most a quarter."""
+"""Largest error of the log-odds of π at which the iteration stops; that of π is at most a quarter
+of it."""
 
 ACCEPTABLE = 1e-10
-"""The largest error of π with which rounding may leave us."""
-
+"""Largest error of π that rounding may leave."""
 
 PATIENCE = 5
-"""How many evaluations may pass without coming closer, before steps become smaller."""
+"""Number of evaluations without progress after which the steps become smaller."""
 
 HISTORY = 6
-"""How many of the last steps are remembered."""
+"""Number of steps that the acceleration remembers."""
 
 
 def fit_log_weights(inclusion: Tensor, k: int, log_odds: Callable[[Tensor], Tensor]) -> Tensor:
-    """[..., N] log-weights whose inclusion probabilities are ``inclusion`` [..., N].
+    """Return [..., N] log-weights whose inclusion probabilities are ``inclusion`` [..., N].
 
-    ``log_odds`` maps log-weights to log π/(1 − π).
+    Args:
+        inclusion: the targets, which sum to K.
+        k: K.
+        log_odds: the function from log-weights to log π/(1 − π).
     """
-    target = _checked(inclusion, k)
+    target = _checked_targets(inclusion, k)
     wanted = torch.logit(target)
     free = wanted.isfinite()
     if not bool(free.any()):
@@ -61,19 +64,23 @@ def fit_log_weights(inclusion: Tensor, k: int, log_odds: Callable[[Tensor], Tens
             break
         since += 1
         if since > PATIENCE:
-            # Lost: go on from the best place, more carefully and without the past.
+            # The steps do not converge: go on from the best place, with smaller steps and without
+            # the past.
             damping, since, visited = damping / 2, 0, [best_visit]
             x = best
         visited = visited[-HISTORY:]
         x = torch.where(free, x + damping * _accelerated(visited), x)
     off = float((torch.sigmoid(log_odds(best)) - target).abs().max())
     if not off <= ACCEPTABLE:
-        raise RuntimeError(f"inclusion was met only to {off}; no better weights were found")
+        raise RuntimeError(
+            f"inclusion was met only to {off}, which is more than {ACCEPTABLE}; no better weights "
+            "were found"
+        )
     return best
 
 
 def _accelerated(visited: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The step from the last place visited, given the steps that each place asked for.
+    """Return the step from the last place, given the places visited and the steps they asked for.
 
     The combination of places whose steps cancel best is taken to be a better place (Anderson).
     """
@@ -83,7 +90,7 @@ def _accelerated(visited: list[tuple[Tensor, Tensor]]) -> Tensor:
     places = torch.stack([x - y for y, _ in visited[:-1]], dim=-1)
     steps = torch.stack([step - s for _, s in visited[:-1]], dim=-1)
     gram = steps.mT @ steps
-    # A ridge, relative to each row, keeps what is nearly parallel from blowing up.
+    # A ridge, relative to each row, keeps steps that are nearly parallel from blowing up.
     scale = gram.diagonal(dim1=-2, dim2=-1).amax(-1).clamp(min=1e-300)[..., None, None]
     ridge = 1e-12 * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     right = (steps.mT @ step[..., None]) / scale
@@ -93,23 +100,23 @@ def _accelerated(visited: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _newton_scale(variance: Tensor) -> Tensor:
-    """[..., N] π(1 − π)/c, between ½ and 1, with c as in the module's text."""
+    """Return [..., N] π(1 − π)/c, which is between ½ and 1, with c as in the module's docstring."""
     c = variance
     for _ in range(20):
         total = c.sum(-1, keepdim=True).clamp(min=1e-300)
-        # From c − c²/Σc = v: c = v / (1 − c/Σc); no share can exceed ½ of the total.
+        # c − c²/Σc = v means c = v / (1 − c/Σc), and no share c/Σc exceeds ½.
         c = variance / (1 - (c / total).clamp(max=0.5))
     return torch.where(c > 0, variance / c, 1.0)
 
 
-def _checked(inclusion: Tensor, k: int) -> Tensor:
-    """The targets in float64, moved within their own precision so that they sum to K."""
+def _checked_targets(inclusion: Tensor, k: int) -> Tensor:
+    """Return the targets in float64, moved within their own precision so that they sum to K."""
     target = inclusion.to(torch.float64)
     if target.numel() == 0:
         return target
     if not bool(((target >= 0) & (target <= 1)).all()):
         wrong = target[~((target >= 0) & (target <= 1))][0]
-        raise ValueError(f"inclusion has {float(wrong)}; a probability is between 0 and 1")
+        raise ValueError(f"inclusion has {float(wrong)}; allowed are probabilities from 0 to 1")
     total = target.sum(-1, keepdim=True)
     # float64 targets must sum to K well; others as well as their dtype lets them.
     precision = max(1e-8, min(0.05, 32 * torch.finfo(inclusion.dtype).eps))
@@ -128,7 +135,10 @@ def _checked(inclusion: Tensor, k: int) -> Tensor:
 
 
 def _without_leftovers(target: Tensor, k: int) -> Tensor:
-    """Where certain items leave no room for the others, or just enough, the rest is rounding."""
+    """Return targets of exactly 0 or 1 where the certain items leave no choice for the others.
+
+    Where they leave no room for the others, or just enough, what the others have is rounding.
+    """
     room = (k - (target == 1).sum(-1, keepdim=True)).clamp(min=0)
     free = (target > 0) & (target < 1)
     target = torch.where(free & (room == 0), 0.0, target)

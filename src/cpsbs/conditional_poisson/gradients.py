@@ -1,7 +1,7 @@
-"""Derivatives of a conditional Poisson design, with x = log w.
+"""Derivatives of a conditional Poisson design with respect to x = log w.
 
 ∂ log Z / ∂x = π (the paper's eq:incl-from-grad, read backwards), and ∂π / ∂x is the covariance
-matrix of the item indicators, which is only ever applied to a vector.
+matrix of the item indicators, which is never written down: it is only applied to vectors.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 
 RARE = -500.0
-"""log π below which an item's covariances are not representable."""
+"""log π below which the covariances of an item cannot be represented in float64."""
 
 
 def apply(function: type[torch.autograd.Function], design: ConditionalPoisson) -> Tensor:
-    """The value that one of the functions below computes, with its gradient."""
+    """Return the value that one of the functions below computes, with its gradient."""
     value: Tensor = function.apply(design.log_weights, design)
     return value
 
 
 class LogNormalizer(torch.autograd.Function):
-    """∂ log Z / ∂ log w_n = π_n (eq:incl-from-grad, read backwards)."""
+    """log Z, with ∂ log Z / ∂x_n = π_n (eq:incl-from-grad, read backwards)."""
 
     @staticmethod
     def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
@@ -38,13 +38,13 @@ class LogNormalizer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (log_weights,) = ctx.saved_tensors
         inclusion = LogInclusion.apply(log_weights, ctx.design).exp()
-        # log Z is that of the items that are not forced.
+        # log Z does not depend on forced items.
         inclusion = inclusion.masked_fill(log_weights == math.inf, 0.0)
         return (grads[0][..., None] * inclusion).to(log_weights.dtype), None
 
 
 class LogInclusion(torch.autograd.Function):
-    """∂ log π_i / ∂ log w_j = Cov(i, j) / π_i, with Cov(i, j) = π_ij − π_i π_j."""
+    """log π, with ∂ log π_i / ∂x_j = Cov(i, j) / π_i and Cov(i, j) = π_ij − π_i π_j."""
 
     @staticmethod
     def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
@@ -62,11 +62,11 @@ class LogInclusion(torch.autograd.Function):
         rare = rare & (value > -math.inf) & (grad != 0)
         if bool(rare.any()):
             product = product + ctx.design._gradient_of_rare(torch.where(rare, grad, 0.0))
-        return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
+        return _FirstDerivative.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
 
 
 class Entropy(torch.autograd.Function):
-    """H = log Z − Σ_n π_n log w_n, so ∂H / ∂ log w_j = −Σ_i Cov(i, j) log w_i."""
+    """The entropy H = log Z − Σ_n π_n x_n, with ∂H / ∂x_j = −Σ_i Cov(i, j) x_i."""
 
     @staticmethod
     def forward(ctx: Any, log_weights: Tensor, design: ConditionalPoisson) -> Tensor:
@@ -80,11 +80,11 @@ class Entropy(torch.autograd.Function):
         y = ctx.design._population.relative(ctx.design._population.log_weights)
         y = torch.where(y.isfinite(), y, 0.0).view(log_weights.shape)
         product = -grads[0].detach()[..., None] * ctx.design._covariance_product(y)
-        return _Last.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
+        return _FirstDerivative.apply(product.to(log_weights.dtype), log_weights, grads[0]), None
 
 
-class _Last(torch.autograd.Function):
-    """A gradient that depends on what it was computed from, but cannot be differentiated again.
+class _FirstDerivative(torch.autograd.Function):
+    """A gradient that raises an error when it is differentiated once more.
 
     Without it the second derivative would silently be zero.
     """

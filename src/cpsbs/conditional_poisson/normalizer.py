@@ -1,6 +1,6 @@
 """The normaliser and the entropy, both measured from the most probable subset; on R rows.
 
-Let Y* be the K largest weights. In terms of the coins,
+Let Y* be the K items of largest weight. In terms of the coins (see ``cpsbs.conditional_poisson``),
 
     Q(Y*) = Π_{n ∈ Y*} p_n Π_{n ∉ Y*} q_n / P(S = K) ,
     log Z = Σ_{n ∈ Y*} log w_n − log Q(Y*) .
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from cpsbs.conditional_poisson.inclusion import log_exclusion_of_head
 from cpsbs.conditional_poisson.population import Population
+from cpsbs.conditional_poisson.sampling import log_exclusion_of_head
 
 
 def log_normalizer(population: Population) -> Tensor:
-    """[R] log Z of the weights as they were given, over the items that are not forced."""
-    chosen = population.top & (population.head < math.inf)
+    """Return [R] log Z of the weights as they were given, over the items that are not forced."""
+    chosen = population.in_top & (population.head < math.inf)
     row = torch.arange(len(chosen), device=chosen.device)[:, None]
     log_weights = population.weights.take(row, population.head_index)
-    # Halved often enough that no partial sum overflows; powers of two change no digit.
+    # Halved so often that no partial sum overflows; powers of two change no digit.
     part = 0.5 ** population.k.bit_length()
     product = torch.where(chosen, log_weights * part, 0.0).sum(-1) / part
     return product + surprisal_of_top(population)
 
 
 def surprisal_of_top(population: Population) -> Tensor:
-    """[R] −log Q(Y*), with an absolute error of some M·1e-16."""
+    """Return [R] −log Q(Y*), with an absolute error of some M·1e-16."""
     law = population.law
     log_odds = population.head + law.tilt[:, None]
-    lost = logsigmoid(torch.where(population.top, log_odds, -log_odds)).sum(-1)
+    lost = logsigmoid(torch.where(population.in_top, log_odds, -log_odds)).sum(-1)
     value = law.log_probability - lost
     if population.tail is not None:
         value = value + population.tail.powers.log_terms(law.tilt).sum(-1)
@@ -41,7 +41,7 @@ def surprisal_of_top(population: Population) -> Tensor:
 
 
 def log_prob(population: Population, y: Tensor) -> Tensor:
-    """[..., R] log Q(Y) of the subsets with relative log-weights y [..., R, K].
+    """Return [..., R] log Q(Y) of the subsets with relative log-weights y [..., R, K].
 
     The i-th largest of Y is at most the i-th largest of all, so that with both in order
 
@@ -51,21 +51,21 @@ def log_prob(population: Population, y: Tensor) -> Tensor:
     """
     y = y.sort(dim=-1, descending=True).values
     best = population.ranked[:, 1 : population.k + 1]
-    # A forced item that is missing makes it impossible; one that is there changes nothing.
+    # Without a forced item the subset is impossible; with it the item changes nothing.
     forced = best == math.inf
     loss = torch.where(forced, torch.where(y == math.inf, 0.0, -math.inf), y - best).sum(-1)
     return loss - surprisal_of_top(population)
 
 
 def entropy(population: Population, log_pi: Tensor) -> Tensor:
-    """[R] H = log Z − Σ π_n x_n, from log π [R, N] and x = log w.
+    """Return [R] the entropy H = log Z − Σ π_n x_n, from log π [R, N] and x = log w.
 
-    As a sum of terms that are not negative, so that small entropies keep their digits: with c the
-    K-th largest log-weight,
+    It is computed as a sum of terms that are not negative, so that small entropies keep their
+    digits: with c the K-th largest log-weight,
 
         H = −log Q(Y*) + Σ_{n ∈ Y*} (1 − π_n)(x_n − c) + Σ_{n ∉ Y*} π_n (c − x_n) .
     """
-    top = population.top & (population.head < math.inf)
+    top = population.in_top & (population.head < math.inf)
     left_out = log_exclusion_of_head(population).exp()
     inside = torch.where(top, left_out * population.head, 0.0).sum(-1)
     depth = -population.relative(population.log_weights)
@@ -75,12 +75,13 @@ def entropy(population: Population, log_pi: Tensor) -> Tensor:
 
 
 def _small_surprisal_of_top(population: Population) -> Tensor:
-    """[R] −log Q(Y*), to full relative accuracy also where it is tiny.
+    """Return [R] −log Q(Y*), to full relative accuracy also where it is tiny.
 
-    1/Q(Y*) = Σ_d e_d(1/w in Y*) e_d(w outside), d the number of items exchanged. Where the term
-    d = 1 is small the others fall off faster than its powers, and Newton's identities give them.
+    1/Q(Y*) = Σ_d e_d(1/w in Y*) e_d(w outside), with d the number of items exchanged. Where the
+    term d = 1 is small the others fall off faster than its powers, and Newton's identities give
+    them.
     """
-    top, rest = population.top & (population.head < math.inf), ~population.top
+    top, rest = population.in_top & (population.head < math.inf), ~population.in_top
     order = torch.arange(1, 9, device=top.device)[:, None, None]
     lost = torch.where(top, (-population.head * order).exp(), 0.0).sum(-1)
     gained = torch.where(rest, (population.head * order).exp(), 0.0).sum(-1)
@@ -94,7 +95,10 @@ def _small_surprisal_of_top(population: Population) -> Tensor:
 
 
 def _elementary(powers: Tensor) -> Tensor:
-    """[m, ...] elementary symmetric polynomials e_1…e_m from the power sums [m, ...] (Newton)."""
+    """Return [m, ...] the elementary symmetric polynomials e_1…e_m from power sums [m, ...].
+
+    By Newton's identities, d e_d = Σ_{j ≤ d} (−1)^{j−1} e_{d−j} P_j.
+    """
     out: list[Tensor] = [torch.ones_like(powers[0])]
     for d in range(1, len(powers) + 1):
         terms = [(-1) ** (j - 1) * out[d - j] * powers[j - 1] for j in range(1, d + 1)]

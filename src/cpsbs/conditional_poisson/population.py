@@ -1,10 +1,11 @@
-"""A row of N weights, as a head of M explicit items and a tail of power sums.
+"""A row of N weights as a head of M items, kept one by one, and a tail, kept as power sums.
 
-Inside this package log-weights are float64 and relative to the row's *reference*, its K-th largest
-log-weight: the design does not depend on the scale, and the candidates that matter then have
-log-weights near zero. An item that is always taken (+inf) is called *forced*.
+Inside this package log-weights are float64 and *relative*, written y: measured from the row's
+*reference*, its K-th largest log-weight. The design does not depend on the scale of the weights,
+and the candidates that matter then have log-weights near zero. An item with log-weight +inf is in
+every sample and is called *forced*.
 
-The tail enters the characteristic function of the number of heads through
+The tail enters the characteristic function of the number of heads S through
 
     log Π_{n ∈ tail} (1 + w_n z) = Σ_{j ≥ 1} (−1)^{j−1} P_j z^j / j ,    P_j = Σ_{n ∈ tail} w_n^j ,
 
@@ -14,9 +15,10 @@ P_1 e^s ≤ (1 + u) Σ_{tail} w_n e^s/(1 + w_n e^s) ≤ (K + ½)(1 + u), and wha
 
     Σ_{j > J} P_j e^{sj} / j  ≤  (K + ½)(1 + u) u^J / ((J + 1) (1 − u)) .
 
-J is so large that this does not matter (``weights``). At least M − K − 1 coins of the head that are
-not forced are as likely as any in the tail and together they expect at most K + 1 heads, so with
-M ≥ 8 K + 40 u is below 1/4 for every input, and J below 25; typically it is 4 to 10.
+J is chosen so large that this does not matter (``weights``). At least M − K − 1 coins of the head
+that are not forced are as likely as any in the tail, and together they expect at most K + 1 heads.
+So with M ≥ 8 K + 40 (``head_size``) u is below ¼ for every input, and J is below 25; typically J is
+4 to 10.
 """
 
 from __future__ import annotations
@@ -31,16 +33,18 @@ from torch.nn.functional import pad
 
 from cpsbs.conditional_poisson.bernoulli_sum import BernoulliSum, PowerSums
 from cpsbs.conditional_poisson.weights import PlainWeights, Weights
+from cpsbs.scores.largest import head_size
+from cpsbs.scores.reading import Largest
 
 TAIL_SPREAD = 4.0
 """Largest Σ_{n ∈ tail} (odds of n)² before the head is made larger.
 
-The tail is drawn as independent picks that are rejected when two coincide; they are accepted with
+Items of the tail are picked independently, and rejected when two coincide. They are accepted with
 probability about exp(−spread / 2), so a draw takes at most some e² attempts on average."""
 
 
 class TooFewError(ValueError):
-    """Some rows have fewer than K items of positive weight; ``rows`` [R] says which."""
+    """An error that says which rows, ``rows`` [R], have too few items of positive weight."""
 
     def __init__(self, message: str, rows: Tensor) -> None:
         super().__init__(message)
@@ -49,57 +53,58 @@ class TooFewError(ValueError):
 
 @dataclass(frozen=True)
 class Tail:
-    """What is kept of the items outside the head; R rows."""
+    """What is kept of the items outside the head, for R rows."""
 
     powers: PowerSums
     unit: Tensor
-    """[R] the log-weight that the sums are relative to, as given."""
+    """[R] the log-weight that the sums are relative to; it is not itself a relative one."""
     chunk_sums: Tensor
-    """[R, C] the terms of the first power sum, added up chunk by chunk."""
-    chunk: int
-    """Items in a chunk; the last may be shorter."""
+    """[R, C] the first power sum of each chunk of items."""
+    chunk_length: int
+    """The number of items in a chunk; the last one may be shorter."""
 
 
 @dataclass(frozen=True)
 class Population:
-    """R rows of N weights of which K are to be drawn; see the module's text."""
+    """R rows of N weights from which K items are drawn, split into a head and a tail."""
 
     weights: Weights
-    """The R rows of N."""
+    """The weights as they were given."""
     k: int
     reference: Tensor
-    """[R] the log-weight that all others are relative to."""
+    """[R] the log-weight that the relative ones are measured from."""
     head: Tensor
     """[R, M] relative log-weights, in the order of ``head_index``."""
     head_index: Tensor
-    """[R, M] positions in the row, ascending."""
-    top: Tensor
+    """[R, M] the items of the head, in ascending order."""
+    in_top: Tensor
     """[R, M] true for the K largest."""
     ranked: Tensor
     """[R, M + 2] the head's relative log-weights, descending, between +inf and -inf: column j is
     the j-th largest item of the row."""
-    plain: bool
-    """No row has forced items or only K of positive weight."""
+    regular: bool
+    """Whether no row has forced items, and all have more than K items of positive weight."""
     tail: Tail | None
+    """None if the head is the whole row."""
 
     @property
     def n(self) -> int:
-        """N."""
+        """N, the number of items in a row."""
         return self.weights.shape[-1]
 
     @property
     def log_weights(self) -> Tensor:
-        """[R, N] as given, in the caller's dtype."""
+        """[R, N] the log-weights as they were given, in the caller's dtype."""
         return self.weights.values
 
     @cached_property
     def forced(self) -> Tensor:
-        """[R] number of forced items."""
+        """[R] the number of forced items."""
         return (self.head == math.inf).sum(-1)
 
     @cached_property
     def positive(self) -> Tensor:
-        """[R] number of items in the head with positive weight."""
+        """[R] the number of items in the head with positive weight."""
         return (self.head > -math.inf).sum(-1)
 
     @property
@@ -107,36 +112,36 @@ class Population:
         """[R] true where only one subset has positive probability."""
         return (self.forced == self.k) | (self.positive == self.k)
 
-    def wanted(self, offset: float) -> Tensor:
-        """[R] the number of heads to tilt for: K + ``offset``."""
-        if self.plain:
+    def wanted_heads(self, offset: float) -> Tensor:
+        """Return [R] the number of heads to expect at the tilt: K + ``offset``."""
+        if self.regular:
             return torch.full_like(self.reference, self.k + offset)
-        return wanted_heads(self.k, self.forced, offset)
+        return _wanted_heads(self.k, self.forced, offset)
 
     def relative(self, log_weights: Tensor) -> Tensor:
-        """Log-weights [..., R, m] as given, to float64 relative to the reference of their row."""
+        """Return given log-weights [..., R, m] as float64 ones relative to their reference."""
         return log_weights.to(torch.float64) - self.reference[:, None]
 
     @cached_property
     def law(self) -> BernoulliSum:
-        """The law of the number of heads, tilted so that about K − ½ are expected."""
-        return self._law(self.wanted(-0.5), torch.zeros_like(self.reference))
+        """The law of the number of heads at the tilt where about K − ½ are expected."""
+        return self._law(self.wanted_heads(-0.5), torch.zeros_like(self.reference))
 
     @cached_property
     def law_above(self) -> BernoulliSum:
-        """The same at the tilt where K + ½ are expected, which suits 1 − π."""
-        return self._law(self.wanted(0.5), finite_or_zero(self.ranked[:, self.k + 1]))
+        """The same law at the tilt where K + ½ are expected, which suits 1 − π."""
+        return self._law(self.wanted_heads(0.5), finite_or_zero(self.ranked[:, self.k + 1]))
 
     def _law(self, wanted: Tensor, centre: Tensor) -> BernoulliSum:
         tail = None if self.tail is None else self.tail.powers
         return BernoulliSum(self.head, tail, self.k, self.n, wanted, centre)
 
     def law_given(self, item: Tensor) -> BernoulliSum:
-        """For each of the items [R, m] in turn, the law of how many of the *others* come up heads,
-        near K − 1 and tilted so that about K − 3/2 are expected; [R, m].
+        """Return [R, m] the law of the heads among all *other* coins, for each of the items [R, m].
 
-        The (K−1)-th largest of the others is the K-th of all where the item is above it, and the
-        (K−1)-th of all where it is not.
+        It is the law near K − 1, at the tilt where about K − 3/2 are expected. The (K−1)-th largest
+        of the others is the K-th of all where the item is above it, and the (K−1)-th of all where
+        it is not.
         """
         forced = self.forced[:, None] - (item == math.inf).long()
         return BernoulliSum(
@@ -144,14 +149,14 @@ class Population:
             tail=None if self.tail is None else self.tail.powers.unsqueeze(),
             k=self.k - 1,
             n=self.n,
-            wanted=wanted_heads(self.k - 1, forced, -0.5),
+            wanted=_wanted_heads(self.k - 1, forced, -0.5),
             centre=torch.where(item > 0, 0.0, finite_or_zero(self.ranked[:, [self.k - 1]])),
             removed=item,
         )
 
 
-def wanted_heads(k: int, forced: Tensor, offset: float) -> Tensor:
-    """[...] K + offset, or K + ½ where the forced items leave no free place.
+def _wanted_heads(k: int, forced: Tensor, offset: float) -> Tensor:
+    """Return [...] K + offset, or K + ½ where the forced items leave no free place.
 
     There K − ½ heads cannot be expected, and only P(S = K) matters.
     """
@@ -159,69 +164,72 @@ def wanted_heads(k: int, forced: Tensor, offset: float) -> Tensor:
 
 
 def finite_or_zero(x: Tensor) -> Tensor:
-    """x, with 0 for what is infinite."""
+    """Return x, with 0 in the place of infinities and NaN."""
     return x.nan_to_num(0.0, 0.0, 0.0)
 
 
 @torch.inference_mode()
 def split(weights: Tensor | Weights, k: int, name: str = "log_weights") -> Population:
-    """Split rows so that every error bound of this package holds.
+    """Split rows into head and tail so that every error bound of this package holds.
 
-    ``weights`` are log-weights [R, N] or what stands for them.
+    The head starts with ``head_size`` items and grows until the tail is thin enough; where it would
+    become a sizeable part of the row, it becomes the whole row.
 
-    The head starts with 8 K + 40 items and grows until the tail is thin enough; where it would
-    become a sizeable part of the row, it becomes all of it.
+    Args:
+        weights: log-weights [R, N], or an object that stands for them.
+        k: K.
+        name: what errors call the weights.
 
     Raises:
-        ValueError: if a row has a NaN or admits no sample; ``name`` is what it calls the weights.
+        ValueError: if a row has a NaN or admits no sample.
     """
     if isinstance(weights, Tensor):
         weights = PlainWeights(weights)
     n = weights.shape[-1]
-    size = 8 * k + 40
+    size = head_size(k)
     while True:
         if 4 * size >= n or weights.shape[0] == 0:
-            return _with_head(weights, k, n, name)
-        population = _with_head(weights, k, size, name)
-        population = replace(population, tail=_tail(population))
-        assert population.tail is not None
-        powers = population.tail.powers
-        odds = (population.law.tilt + powers.largest).exp()
-        if float((powers.sums[:, 1] * odds.square()).max()) <= TAIL_SPREAD:
+            return _without_tail(weights, weights.largest(n), k, name)
+        head = weights.largest(size)
+        population = _without_tail(weights, head, k, name)
+        tail = _tail(population, head)
+        population = replace(population, tail=tail)
+        odds = (population.law.tilt + tail.powers.largest).exp()
+        if float((tail.powers.sums[:, 1] * odds.square()).max()) <= TAIL_SPREAD:
             return population
         size *= 4
 
 
-def _with_head(weights: Weights, k: int, size: int, name: str) -> Population:
-    """The population without its tail."""
-    values, index = weights.largest(size)
-    ranked = pad(values, (1, 1), value=-math.inf)
+def _without_tail(weights: Weights, head: Largest, k: int, name: str) -> Population:
+    """Return the population with this head, which lacks its tail."""
+    ranked = pad(head.values, (1, 1), value=-math.inf)
     ranked[:, 0] = math.inf
-    plain = _check(ranked, k, name)
+    regular = _check_rows(ranked, k, name)
     reference = ranked[:, k]
-    if not plain:
+    if not regular:
         # The K-th largest is forced only if all places are.
         reference = torch.where(reference == math.inf, ranked[:, k + 1], reference)
         reference = finite_or_zero(reference)
-    # A finite weight may be too far above the reference for a number, and is not forced by that.
+    # A finite weight may be so far above the reference that the difference overflows; that does not
+    # make it forced.
     far = (ranked < math.inf) & (ranked - reference[:, None] == math.inf)
     ranked = (ranked - reference[:, None]).masked_fill_(far, torch.finfo(ranked.dtype).max)
-    index, order = index.sort(dim=-1)
+    index, order = head.index.sort(dim=-1)
     return Population(
         weights=weights,
         k=k,
         reference=reference,
         head=ranked[:, 1:-1].gather(-1, order),
         head_index=index,
-        top=order < k,
+        in_top=order < k,
         ranked=ranked,
-        plain=plain,
+        regular=regular,
         tail=None,
     )
 
 
-def _check(ranked: Tensor, k: int, name: str) -> bool:
-    """Refuse rows that admit no sample; true if no row is extraordinary."""
+def _check_rows(ranked: Tensor, k: int, name: str) -> bool:
+    """Raise an error for rows that admit no sample; return whether all rows are regular."""
     if len(ranked) == 0:
         return True
     # NaN counts as the largest value, so it comes first; and it is not below infinity.
@@ -248,9 +256,10 @@ def _check(ranked: Tensor, k: int, name: str) -> bool:
     return False
 
 
-def _tail(population: Population) -> Tail:
+def _tail(population: Population, found: Largest) -> Tail:
+    """Return the tail of a population whose head are the items that were found."""
     head = population.head
-    # No tail item exceeds the smallest of the head, which is what "largest" means from here on.
+    # No item of the tail exceeds the smallest of the head; "largest" means that bound from here on.
     largest = population.ranked[:, -2]
     unit = finite_or_zero(largest)
 
@@ -261,9 +270,9 @@ def _tail(population: Population) -> Tail:
     log_weights = head - unit[:, None]
     wanted = torch.full((), population.k + 0.5, dtype=unit.dtype, device=unit.device)
     first = wanted / (head.shape[-1] - wanted)
-    if not population.plain:
+    if not population.regular:
         log_weights = torch.where(head < math.inf, log_weights, -math.inf)
-        wanted = population.wanted(0.5) - population.forced
+        wanted = population.wanted_heads(0.5) - population.forced
         first = wanted / (head.shape[-1] - population.forced - wanted)
     empty = largest == -math.inf
 
@@ -276,10 +285,8 @@ def _tail(population: Population) -> Tail:
             u = u * (wanted / expected).clamp_(max=1.0)
         return u.masked_fill(empty, 0.0)
 
-    # Rounded, the unit is not quite what was said above; what counts is that all use the same.
+    # Adding the reference rounds the unit; what counts is that everybody uses the same one.
     unit = unit + population.reference
     largest = torch.where(largest == -math.inf, -math.inf, unit - population.reference)
-    sums, chunk_sums, chunk = population.weights.power_sums(
-        unit, population.head_index, population.k, odds
-    )
-    return Tail(PowerSums(largest, sums), unit, chunk_sums, chunk)
+    sums, chunk_sums, length = population.weights.power_sums(unit, found, population.k, odds)
+    return Tail(PowerSums(largest, sums), unit, chunk_sums, length)

@@ -1,9 +1,9 @@
-"""Where the N weights of a row come from: a tensor, or a model's scores as they are.
+"""The N weights of each row: in a tensor, or implied by a model's scores.
 
-The arithmetic needs three things of them: the largest few, some at given places, and power sums of
-all the others. A beam's K·V candidates can give that without ever being written down: their
-log-probabilities are the scores of the model plus a number for each parent, and one reading of the
-scores (``chunks``) is enough for the sums.
+The arithmetic needs three things of the weights: the largest of them, some at given places, and
+the power sums Σ w^j of all the others. A beam's P·V candidates give that without being written
+down: their log-probabilities are the scores of the model plus a number for each parent, and the
+power sums of its chunks come from the one reading of the scores (``cpsbs.scores.reading``).
 """
 
 from __future__ import annotations
@@ -11,31 +11,32 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 from cpsbs.scores.largest import chunk_length, largest_by_chunks
-from cpsbs.scores.memory import block_size, numbers, working_memory
+from cpsbs.scores.memory import block_size, scratch_buffer, shared_arange
 from cpsbs.scores.reading import Chunks, Largest
 
-NO_DIFFERENCE = -38.0
+ODDS_EQUAL_PROBABILITY = -38.0
 """log p below which p and p/(1 − p) are the same number."""
 
 TRUNCATION = 1e-13
 """Largest contribution to a logarithm that may be cut off."""
 
 TRUNCATION_32 = 1e-7
-"""The same where the sums are of float32 numbers."""
+"""The same where the power sums are float32 numbers."""
 
-Bound = Callable[[Tensor | None, int], Tensor]
-"""[R] the largest odds that an item of the tail may have, given its mass [R] or nothing; a bound
-that gets closer with the number of rounds."""
+OddsBound = Callable[[Tensor | None, int], Tensor]
+"""A bound [R] on the odds of any item of the tail, given the tail's mass [R], or None if it is not
+known, and a number of rounds: with more rounds the bound gets closer."""
 
 
 class Weights(ABC):
-    """R rows of N weights."""
+    """R rows of N weights, of which a head is kept one by one and a tail as power sums."""
 
     shape: tuple[int, int]
     """(R, N)."""
@@ -48,28 +49,35 @@ class Weights(ABC):
 
     @abstractmethod
     def take(self, row: Tensor, item: Tensor) -> Tensor:
-        """Log-weights in float64 of these places, given by tensors of one (broadcast) shape."""
+        """Return the float64 log-weights of some items of some rows, whose shapes broadcast."""
 
     @abstractmethod
-    def largest(self, m: int) -> tuple[Tensor, Tensor]:
-        """[R, m] the largest log-weights in float64, descending, and their places."""
+    def largest(self, m: int) -> Largest:
+        """Return the m largest float64 log-weights of each row, in descending order."""
 
     @abstractmethod
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
+        self, unit: Tensor, head: Largest, k: int, odds: OddsBound
     ) -> tuple[Tensor, Tensor, int]:
-        """[R, J] Σ e^{j (log w − unit)} for j = 1…J, and for j = 1 by chunks [R, C] of some length.
+        """Return the power sums of all items outside the head, relative to a unit.
 
-        ``unit`` is [R]. The items ``excluded`` [R, M], ascending, do not count; all others are at
-        most the unit. With ``own_head`` they are what ``largest`` returned last. J is so large that
-        Σ_{j > J} P_j u^j / j does not matter.
+        Args:
+            unit: [R] a log-weight that no item outside the head exceeds.
+            head: what ``largest`` returned.
+            k: K.
+            odds: a bound on the odds u of every item outside the head.
+
+        Returns:
+            [R, J] P_j = Σ e^{j (log w − unit)} for j = 1…J, with J so large that what is cut off,
+            Σ_{j > J} P_j u^j/j, does not matter; [R, C] P_1 of each chunk of items; and the length
+            of a chunk.
         """
 
     @abstractmethod
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """[Q, length] items of the chunks [Q] of rows [Q], with their float64 log-weights.
+        """Return the items [Q, length] of some chunks [Q] of rows [Q], and their log-weights.
 
-        Beyond the end of a chunk that is shorter, an item of the row and -inf.
+        Beyond the end of a shorter chunk stand an item of the row, and -inf.
         """
 
 
@@ -83,28 +91,28 @@ class PlainWeights(Weights):
 
     @property
     def values(self) -> Tensor:
-        """The tensor."""
+        """[R, N] the tensor itself."""
         return self._x
 
     def take(self, row: Tensor, item: Tensor) -> Tensor:
-        """By indexing."""
+        """Return the float64 log-weights of some items of some rows, whose shapes broadcast."""
         return self._x[row, item].to(torch.float64)
 
-    def largest(self, m: int) -> tuple[Tensor, Tensor]:
-        """By ``largest_by_chunks``."""
+    def largest(self, m: int) -> Largest:
+        """Return the m largest, found by way of the maxima of chunks."""
         values, index = largest_by_chunks(self._x, m)
-        return values.to(torch.float64), index
+        return Largest(values.to(torch.float64), index)
 
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
+        self, unit: Tensor, head: Largest, k: int, odds: OddsBound
     ) -> tuple[Tensor, Tensor, int]:
-        """In float64, in blocks that stay in the processor's cache: the weights are read once and
-        nothing of their size is written.
+        """Return float64 power sums, from one pass over the weights.
 
-        A block's first power sum P may lower the bound on the odds: the block expects at most
-        K + ½ heads, so that u P/(1 + u) ≤ K + ½.
+        It goes through blocks that stay in the processor's cache, and writes nothing of the size of
+        the weights. A block's first power sum P may lower the bound on the odds: the block expects
+        at most K + ½ heads, so that u P/(1 + u) ≤ K + ½.
         """
-        chunk = chunk_length(self.shape[1], excluded.shape[-1])
+        chunk = chunk_length(self.shape[1], head.index.shape[-1])
         largest = float(odds(None, 2).max())
         terms, used = terms_needed(k, largest), 1
         rows, n = self.shape
@@ -112,8 +120,8 @@ class PlainWeights(Weights):
         columns = -(-n // -(-n // block))  # blocks of equal width, of whole chunks
         columns += -columns % chunk
         height = max(1, min(rows, block // columns))
-        # One column more than needed, to write what is excluded from other blocks to.
-        memory = working_memory(height * (2 * columns + 1), unit.device)
+        # One more column takes the zeros for the head's items that are in other blocks.
+        memory = scratch_buffer(height * (2 * columns + 1), unit.device)
         power = memory[: height * columns].view(height, columns)
         weight = memory[height * columns :].view(height, columns + 1)
         sums, chunk_sums = [], []
@@ -127,7 +135,7 @@ class PlainWeights(Weights):
                 w = weight[: len(here)]
                 w[:, :width].copy_(self._x[row, left : left + width]).sub_(here).exp_()
                 w[:, width:padded] = 0.0
-                place = excluded[row] - left
+                place = head.index[row] - left
                 outside = (place < 0) | (place >= width)
                 w.scatter_(-1, place.masked_fill_(outside, columns), 0.0)
                 w, p = w[:, :padded], power[: len(here), :padded]
@@ -148,9 +156,9 @@ class PlainWeights(Weights):
         return torch.cat(sums)[:, :used], torch.cat(chunk_sums), chunk
 
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """By indexing."""
+        """Return the items [Q, length] of some chunks [Q] of rows [Q], and their log-weights."""
         n = self.shape[1]
-        item = (chunk * length)[:, None] + numbers(length, chunk.device)
+        item = (chunk * length)[:, None] + shared_arange(length, chunk.device)
         inside = item < n
         item = item.clamp_(max=n - 1)
         return item, self.take(row[:, None], item).masked_fill_(~inside, -math.inf)
@@ -160,52 +168,48 @@ class CandidateWeights(Weights):
     """Weights of the candidates parent·V + token, with log p = score + offset of the parent.
 
     Args:
-        chunks: scores [R, P, V].
+        chunks: the scores [R, P, V], as they were read.
         offset: [R, P] float64.
-        odds: weights are p/(1 − p), otherwise p.
+        odds: whether the weights are the odds p/(1 − p); otherwise they are p.
     """
 
     def __init__(self, chunks: Chunks, offset: Tensor, odds: bool) -> None:
         self.chunks, self.offset, self.odds = chunks, offset, odds
-        self._head: Largest | None = None
         rows, parents, tokens = chunks.shape
         self.shape = (rows, parents * tokens)
         self.device = chunks.rows.device
 
     @cached_property
     def values(self) -> Tensor:
-        """All of them, in float64."""
-        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
-        return self._weight((scores + self.offset[..., None]).flatten(1))
+        """[R, N] float64, all log-weights."""
+        return self._weight((self.chunks.scaled_scores() + self.offset[..., None]).flatten(1))
 
     def take(self, row: Tensor, item: Tensor) -> Tensor:
-        """By indexing both parts."""
+        """Return the float64 log-weights of some items of some rows, whose shapes broadcast."""
         parent = item // self.chunks.shape[-1]
         return self._weight(self.chunks.take(row, item) + self.offset[row, parent])
 
-    def largest(self, m: int) -> tuple[Tensor, Tensor]:
-        """The weights are in the order of the probabilities."""
-        self._head = self.chunks.find_largest(self.offset, m)
-        return self._weight(self._head.values), self._head.index
+    def largest(self, m: int) -> Largest:
+        """Return the m largest, which are the most probable: odds grow with the probability."""
+        found = self.chunks.find_largest(self.offset, m)
+        return replace(found, values=self._weight(found.values))
 
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
+        self, unit: Tensor, head: Largest, k: int, odds: OddsBound
     ) -> tuple[Tensor, Tensor, int]:
-        """From the sums of the chunks, which are of powers of p.
+        """Return the power sums, from those of the chunks, which are sums of powers of p.
 
         With r = p/(1 − p), r^j = Σ_{m ≥ j} C(m − 1, j − 1) p^m. Cut off after p^J, log Π (1 + r z)
         = Σ log(1 + (z − 1) p) − log(1 − p) lacks at most Σ_{m > J} P_m (u + U)^m / m, where
-        U = e^unit and P_m ≤ P_J.
+        U = e^unit and P_m ≤ P_J. The scores are read again, for twice as many power sums, until
+        that does not matter.
         """
         chunks = self.chunks
         enough = TRUNCATION_32 if chunks.sums.dtype == torch.float32 else TRUNCATION
-        differ = self.odds and float(unit.max()) > NO_DIFFERENCE
+        differ = self.odds and float(unit.max()) > ODDS_EQUAL_PROBABILITY
         while True:
             terms = len(chunks.sums)
-            if own_head and self._head is not None:
-                table = chunks.masses_beside(self.offset, unit, self._head, terms)
-            else:
-                table = chunks.masses(self.offset - unit[:, None], excluded, terms)
+            table = chunks.masses_outside(head, self.offset, unit, terms)
             sums = table.sum(-1).to(torch.float64)
 
             def lacking(rounds: int, sums: Tensor = sums, terms: int = terms) -> float:
@@ -223,25 +227,28 @@ class CandidateWeights(Weights):
         return sums, masses, self.chunks.length
 
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """As the chunks have them."""
+        """Return the items of some chunks [Q] of rows [Q], and their log-weights.
+
+        The chunks, and hence the ``length``, are those in which the scores were read.
+        """
         start, below = self.chunks.members(row, chunk)
         parent = start // self.chunks.shape[-1]
         top = self.chunks.peaks.flatten(1)[row, chunk] + self.offset[row, parent]
-        item = start[:, None] + numbers(below.shape[-1], row.device)
+        item = start[:, None] + shared_arange(below.shape[-1], row.device)
         return item, self._weight(below + top[:, None])
 
     def _weight(self, log_p: Tensor) -> Tensor:
         log_p = log_p.clamp(max=0.0)
-        # Without regard to gradients: inf where p = 1.
+        # No gradient flows here, so p = 1 may simply become inf.
         return log_p - torch.expm1(log_p).neg_().log_() if self.odds else log_p
 
 
 class WithForcedItem(Weights):
-    """Other weights, with one item of every row made certain: the design given that it is in.
+    """Other weights with one item of every row made certain: the design given that it is taken.
 
     Args:
-        weights: the others.
-        item: [R, 1]
+        weights: the other weights.
+        item: [R, 1] the item.
     """
 
     def __init__(self, weights: Weights, item: Tensor) -> None:
@@ -250,39 +257,39 @@ class WithForcedItem(Weights):
 
     @property
     def values(self) -> Tensor:
-        """All of them, in float64."""
+        """[R, N] float64, all log-weights."""
         return self._weights.values.to(torch.float64).scatter(-1, self._item, math.inf)
 
     def take(self, row: Tensor, item: Tensor) -> Tensor:
-        """As the others have them, but for the item."""
+        """Return the other weights, and inf for the certain item."""
         value = self._weights.take(row, item)
         return torch.where(item == self._item[row, 0], math.inf, value)
 
-    def largest(self, m: int) -> tuple[Tensor, Tensor]:
-        """The item comes first; so it is always in the head."""
-        values, index = self._weights.largest(m)
-        here = index == self._item
+    def largest(self, m: int) -> Largest:
+        """Return the certain item, which is always in the head, and the m − 1 largest others."""
+        found = self._weights.largest(m)
+        here = found.index == self._item
         # It leaves its place, or drives out the last one.
         place = torch.where(here.any(-1), here.int().argmax(-1), m - 1)[:, None]
-        order = torch.arange(m, device=index.device).expand_as(index)
+        order = torch.arange(m, device=found.index.device).expand_as(found.index)
         order = torch.where(order <= place, (order - 1).clamp(min=0), order)
-        values, index = values.gather(-1, order), index.gather(-1, order)
+        values, index = found.values.gather(-1, order), found.index.gather(-1, order)
         index[:, :1] = self._item
-        return values.index_fill_(-1, order.new_zeros(1), math.inf), index
+        return Largest(values.index_fill_(-1, order.new_zeros(1), math.inf), index)
 
     def power_sums(
-        self, unit: Tensor, excluded: Tensor, k: int, odds: Bound, own_head: bool = True
+        self, unit: Tensor, head: Largest, k: int, odds: OddsBound
     ) -> tuple[Tensor, Tensor, int]:
-        """As the others have them, outside this head, which has the item in it."""
-        return self._weights.power_sums(unit, excluded, k, odds, own_head=False)
+        """Return the power sums of the other weights outside this head, which has the item."""
+        return self._weights.power_sums(unit, head, k, odds)
 
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """As the others have them: the item is in the head."""
+        """Return the members of the other weights: the certain item is never drawn from a chunk."""
         return self._weights.members(row, chunk, length)
 
 
 def log_odds(log_p: Tensor) -> Tensor:
-    """Log p/(1 − p), accurate at both ends: −expm1(log p) = 1 − p; inf for p = 1.
+    """Return log p/(1 − p), accurate at both ends, as −expm1(log p) = 1 − p; inf for p = 1.
 
     p = 1 is set apart so that no gradient meets the infinity.
     """
@@ -292,9 +299,9 @@ def log_odds(log_p: Tensor) -> Tensor:
 
 
 def terms_needed(k: int, odds: float) -> int:
-    """J, how many power sums a tail needs whose largest odds are at most this.
+    """Return J, the number of power sums for a tail whose largest odds are at most ``odds``.
 
-    At least two: the second one also measures the spread of the tail.
+    There are at least two of them: the second one also measures the spread of the tail.
     """
     terms = 2
     while (k + 0.5) * (1 + odds) * odds**terms > TRUNCATION * (terms + 1) * (1 - odds):
@@ -302,12 +309,21 @@ def terms_needed(k: int, odds: float) -> int:
     return terms
 
 
-def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
-    """[R, J] Σ (r/U)^j of the odds r from Σ (p/U)^j [R, J], U = ``unit`` [R].
+def binomials(terms: int) -> list[list[int]]:
+    """Return C(m − 1, j − 1) for j = 1…J down and m = 1…J across.
 
-    And for j = 1 by chunks [R, C] from those of p by chunks, ``table`` [J, R, C].
+    These are the coefficients of r^j = Σ_m C(m − 1, j − 1) p^m for the odds r = p/(1 − p).
     """
-    power = unit[:, None] ** numbers(len(table), unit.device)
+    return [[math.comb(m, j) for m in range(terms)] for j in range(terms)]
+
+
+def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the power sums of the odds r from those of the probabilities p.
+
+    With U = ``unit`` [R]: [R, J] Σ (r/U)^j from ``sums`` [R, J], which are Σ (p/U)^j; and [R, C]
+    Σ r/U of each chunk from ``table`` [J, R, C], which are Σ (p/U)^j of each chunk.
+    """
+    power = unit[:, None] ** shared_arange(len(table), unit.device)
     mixed = _mixing(len(table), unit.device) * power[:, _distance(len(table), unit.device)]
     by_chunk, largest = table[-1], unit.to(table.dtype)[:, None]
     for mass in reversed(table[:-1].unbind()):
@@ -317,13 +333,12 @@ def _odds_from_probabilities(sums: Tensor, table: Tensor, unit: Tensor) -> tuple
 
 @lru_cache(maxsize=64)
 def _mixing(terms: int, device: torch.device) -> Tensor:
-    """[J, J] C(m − 1, j − 1) for j down and m across."""
-    rows = [[math.comb(m, j) for m in range(terms)] for j in range(terms)]
-    return torch.tensor(rows, dtype=torch.float64, device=device)
+    """Return the binomials [J, J] as a tensor."""
+    return torch.tensor(binomials(terms), dtype=torch.float64, device=device)
 
 
 @lru_cache(maxsize=64)
 def _distance(terms: int, device: torch.device) -> Tensor:
-    """[J, J] m − j, where it is not negative."""
+    """Return [J, J] m − j for j down and m across, or 0 where that is negative."""
     order = torch.arange(terms, device=device)
     return (order - order[:, None]).clamp_(min=0)

@@ -1,8 +1,13 @@
-"""What a step offers to a design, and what the design picks of it.
+"""What a step of the search offers to a design, and what the design picks of it.
 
-A step of the recursion offers, for each of B sources, the extensions of P parents by V tokens. A
-finished parent offers one candidate, itself, in the place of token 0. A design returns K of the P·V
-candidates.
+A step offers, for each of B sources, the extensions of P parents by V tokens: Y_{t−1} ∘ V. A
+finished parent offers a single candidate, itself, in the place of token 0. A design picks K of the
+P·V candidates, which are numbered parent·V + token. The log-probability of a candidate is its score
+(divided by the temperature) plus an offset for its parent,
+
+    log p(y v) = log p(y) + x_v − log Σ_u e^{x_u} ,
+
+so that nothing of the size of the scores has to be written down to normalise them.
 """
 
 from __future__ import annotations
@@ -23,25 +28,26 @@ class Candidates:
     """The extensions of P parents by V tokens, for each of B sources."""
 
     log_prob: Tensor
-    """[B, P] float64, log p of the parents; -inf where there is none."""
+    """[B, P] float64 log p of the parents; -inf in places without a parent."""
     chunks: Chunks
-    """The model's scores of the next token [B, P, V], not normalised, -inf for no candidate; and
-    what a first reading of them tells."""
+    """The model's scores [B, P, V] of the next token, not normalised and -inf where there is no
+    candidate, together with the maxima and the sums of their chunks."""
     finished: Tensor
-    """[B, P] parents that offer themselves and nothing else."""
+    """[B, P] whether a parent offers itself and nothing else."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, P] what the design returned with these parents."""
+    """[B, P] the state that the design returned with these parents."""
     log_inclusion: Tensor | None = None
-    """[B, P] float64, the sum of what the design returned as such along the path of the parents."""
+    """[B, P] float64, the sum of the log inclusion probabilities along the path of each parent, if
+    the design returns them."""
 
     @property
     def shape(self) -> torch.Size:
-        """B, P, V."""
+        """The shape (B, P, V)."""
         return self.chunks.shape
 
     @property
     def log_total(self) -> Tensor:
-        """[B, P] float64, log Σ exp(score)."""
+        """[B, P] float64 log Σ exp(score)."""
         return self._normalized[0]
 
     @property
@@ -54,17 +60,15 @@ class Candidates:
         return self.chunks.normalize(self.log_prob)
 
     def log_conditional(self) -> Tensor:
-        """[B, P, V] float64 log p(token | parent)."""
-        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
-        return scores.sub_(self.log_total[..., None])
+        """Return [B, P, V] float64 log p(token | parent)."""
+        return self.chunks.scaled_scores().sub_(self.log_total[..., None])
 
     def log_joint(self) -> Tensor:
-        """[B, P·V] float64 log p of the candidates."""
-        scores = self.chunks.scores.to(torch.float64) / self.chunks.temperature
-        return scores.add_(self.offset[..., None]).flatten(1)
+        """Return [B, P·V] float64 log p of all candidates."""
+        return self.chunks.scaled_scores().add_(self.offset[..., None]).flatten(1)
 
     def of(self, rows: Tensor | slice, parents: slice = slice(None)) -> Candidates:
-        """The extensions of some parents of some sources."""
+        """Return the extensions of some parents of some sources."""
         past = self.log_inclusion
         return Candidates(
             self.log_prob[rows][:, parents],
@@ -75,7 +79,7 @@ class Candidates:
         )
 
     def entropy(self) -> Tensor:
-        """[B, P] float64 entropy of the next token after each parent; 0 for a finished one."""
+        """Return [B, P] float64 the entropy of the next token; 0 after a finished parent."""
         rows = self.chunks.rows
         # Block by block, so that nothing of the size of the scores is kept.
         parts = torch.split(rows, max(1, block_size(rows.device) // rows.shape[-1]))
@@ -90,27 +94,29 @@ class Candidates:
         return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
 
     def parent_of(self, index: Tensor) -> Tensor:
-        """[B, K] the parents of the candidates [B, K]."""
+        """Return the parents [B, K] of the candidates [B, K]."""
         return index // self.shape[-1]
 
     def log_prob_of(self, index: Tensor) -> Tensor:
-        """[B, K] float64 log p of the candidates [B, K]."""
+        """Return [B, K] float64 log p of the candidates [B, K]."""
         return self.chunks.take_along(index) + self.offset.gather(-1, self.parent_of(index))
 
 
 @dataclass(frozen=True)
 class Selection:
-    """K of the candidates of each source."""
+    """The candidates that a design picked, at most K for each source."""
 
     index: Tensor
-    """[B, K] candidate numbers, parent·V + token."""
+    """[B, K] the numbers of the candidates, parent·V + token."""
     present: Tensor
     """[B, K] false for places that stay empty: because there are fewer than K candidates, or
-    because the design picks a random number of them, at most K. The index there means nothing, but
-    it must be a candidate's."""
+    because the design picks a random number of them, at most K. The index there has no meaning,
+    but it must be a candidate's."""
     log_inclusion: Tensor | None = None
-    """[B, K] log probability that the candidate was picked, given the parents; if it is known."""
+    """[B, K] log probability that the candidate was picked, given the parents; None if the design
+    does not know it."""
     joint_log_inclusion: Tensor | None = None
-    """[B, K, K] the same of pairs; only if it was asked for."""
+    """[B, K, K] log probability that both of two candidates were picked; None unless the search
+    asked for it."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, K] what the design wants to find with these candidates in the next step."""
+    """[B, K] what the design will find with these candidates in the next step."""

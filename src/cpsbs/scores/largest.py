@@ -1,4 +1,9 @@
-"""The largest few of many numbers: first of maxima, then of what stands behind these."""
+"""The m largest of N numbers, found by way of the maxima of chunks.
+
+The m largest lie in the m chunks with the largest maxima: whatever lies in another chunk has m
+maxima before it that are at least as large. So one fast pass that takes maxima, and ``torch.topk``
+over the members of m chunks, replace the slow pass of ``torch.topk`` over all N numbers.
+"""
 
 from __future__ import annotations
 
@@ -7,24 +12,30 @@ import math
 import torch
 from torch import Tensor
 
-from cpsbs.scores.memory import numbers
+from cpsbs.scores.memory import shared_arange
+
+
+def head_size(k: int) -> int:
+    """Return M = 8 K + 40, how many of the largest candidates are kept one by one at first.
+
+    The odds of every other candidate are then below ¼, which the error bounds of
+    ``cpsbs.conditional_poisson.population`` rest on.
+    """
+    return 8 * k + 40
 
 
 def chunk_length(n: int, m: int) -> int:
-    """About √(n/m), which balances the number of chunks with the size of m of them.
+    """Return a length of chunks for finding the m largest of N numbers.
 
-    A multiple of 32, four vectors of float32: torch takes maxima over such chunks several times
-    faster than over others.
+    It is about √(N/m), for which the number of chunks equals the number of members of m chunks, and
+    a multiple of 32, that is of four vectors of float32: torch takes maxima over such chunks
+    several times faster than over others.
     """
     return 32 * max(1, round(math.sqrt(n / max(m, 1)) / 32))
 
 
 def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """The m largest of x [R, N] in each row, descending, and their places.
-
-    As in ``Chunks.largest``: one fast pass that takes maxima replaces the slow one that torch.topk
-    makes over all of x.
-    """
+    """Return the m largest of x [R, N] in each row, in descending order, and their places."""
     n = x.shape[-1]
     chunk = chunk_length(n, m)
     if m == n or n // chunk < m:
@@ -41,17 +52,17 @@ def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def places_of_largest(x: Tensor, m: int) -> Tensor:
-    """[R, m] where the m largest of x [R, n] are, descending.
+    """Return the places [R, m] of the m largest of x [R, n], in descending order.
 
-    They lie in the m groups of eight with the largest maxima, and torch.topk takes several times
-    as long for a number as taking the maximum does; for few numbers it is the launches that count.
+    It goes by way of the maxima of groups of eight, because ``torch.topk`` takes several times as
+    long for a number as taking the maximum does. For few numbers a single call is faster.
     """
     rows, n = x.shape
     if n % 8 or n <= 16 * m or x.numel() < 2**17:
         return x.topk(m, dim=-1).indices
     groups = x.view(-1, 8)
     chosen = groups.amax(-1).view(rows, -1).topk(m, dim=-1, sorted=False).indices
-    first = numbers(rows, x.device)[:, None] * (n // 8)
+    first = shared_arange(rows, x.device)[:, None] * (n // 8)
     inside = groups.index_select(0, (chosen + first).flatten()).view(rows, -1)
     place = inside.topk(m, dim=-1).indices
     return (chosen.gather(-1, place >> 3) << 3) + (place & 7)

@@ -20,7 +20,7 @@ FALSE_ALARM = 1e-4
 
 
 def assert_frequencies(observed: Tensor, probability: Tensor, draws: int) -> None:
-    """Chi-square, with cells pooled in order until each expects at least five."""
+    """Compare by chi-square, with cells pooled in order until each expects at least five."""
     expected = probability.double() * draws
     order = expected.argsort()
     pooled: list[list[float]] = [[0.0, 0.0]]
@@ -38,7 +38,7 @@ def assert_frequencies(observed: Tensor, probability: Tensor, draws: int) -> Non
 
 
 def counts_of_subsets(samples: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """All subsets [C, K], and how often each was drawn [C]."""
+    """Return all subsets [C, K], and how often each was drawn [C]."""
     k = samples.shape[-1]
     subsets = torch.tensor(list(itertools.combinations(range(n), k)))
     code = (1 << samples).sum(-1)
@@ -90,7 +90,7 @@ def test_rows_of_a_batch_have_their_own_law_and_are_independent() -> None:
     ("n", "k", "spread"), [(4000, 3, 0.0), (4000, 10, 0.5), (4000, 10, 3.0), (40_000, 6, 2.0)]
 )
 def test_head_and_tail_have_their_law(n: int, k: int, spread: float) -> None:
-    """Items of the head one by one, how many items come from the tail, and items of the tail."""
+    """It is checked for items of the head, for how many come from the tail, and for items of it."""
     x = spread * torch.randn(n, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     design = ConditionalPoisson(x, k)
     head = design._population.head_index[0]
@@ -137,7 +137,7 @@ def test_head_and_tail_have_their_law(n: int, k: int, spread: float) -> None:
 
 
 def test_pairs_in_the_tail_have_their_law() -> None:
-    """Uniform weights: every pair of items is as likely as every other, in and out of the head."""
+    """With uniform weights all pairs of items are equally likely, in and out of the head."""
     design = ConditionalPoisson(torch.zeros(400), 2)
     assert design._population.tail is not None
     draws = 60_000
@@ -198,7 +198,9 @@ def test_nor_how_many_attempts_and_batches_they_take(monkeypatch: pytest.MonkeyP
     x = torch.randn((40, 200), generator=torch.Generator().manual_seed(0)) / 4
     together = ConditionalPoisson(x, 40).sample((), split_seed(3, 40))
     for size in (1000, 2**19):
-        monkeypatch.setattr("cpsbs.conditional_poisson.draws.block_size", lambda _, size=size: size)
+        monkeypatch.setattr(
+            "cpsbs.conditional_poisson.sampling.block_size", lambda _, size=size: size
+        )
         assert torch.equal(ConditionalPoisson(x, 40).sample((), split_seed(3, 40)), together)
         for i in (0, 17, 39):
             alone = ConditionalPoisson(x[i], 40).sample((), split_seed(3, 40)[i : i + 1])
@@ -206,7 +208,7 @@ def test_nor_how_many_attempts_and_batches_they_take(monkeypatch: pytest.MonkeyP
 
 
 def test_the_law_with_a_generator_for_each_row() -> None:
-    """The same with streams of their own, from which attempts are taken in rounds."""
+    """The law is the same with a stream for each row, from which attempts are drawn in rounds."""
     x, draws = torch.tensor([-2.0, -1.0, 0.0, 0.5, 1.0, 1.5, 2.0]), 20_000
     design = ConditionalPoisson(x.expand(draws, -1), 3)
     samples = design.sample((), split_seed(1, draws))
