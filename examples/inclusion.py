@@ -1,8 +1,8 @@
-"""Draw from a conditional Poisson design and compare what is observed with what is exact.
+"""Draw from a conditional Poisson design, and compare observed with exact inclusion probabilities.
 
     python examples/inclusion.py
 
-A command line that does this with sentences is to come; this is the design alone.
+This is the sampling design alone; ``cpsbs sample`` uses it at every step of a search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ PROBABILITIES = [0.62, 0.21, 0.08, 0.04, 0.02, 0.015, 0.01, 0.005]
 
 
 def main() -> None:
-    """Print a table."""
+    """Print a table of exact and observed inclusion probabilities."""
     log_p = torch.tensor(PROBABILITIES, dtype=torch.float64).log()
     design = ConditionalPoisson.from_log_probs(log_p, K)
     samples = design.sample((DRAWS,), torch.Generator().manual_seed(SEED))

@@ -2,8 +2,8 @@
 
     python examples/own_function.py
 
-Any Python function of a sequence will do; it is called once for each different sequence. The model
-here is a table with 19,531 sequences, so that the exact value is known too.
+Any Python function of a sequence will do; it is called once for each different sequence. The models
+here are tables with 19,531 sequences, so that the exact values are known too.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import cpsbs
 
 
 def repeats(tokens: list[int]) -> float:
-    """How often a token follows itself."""
+    """Return how often a token follows itself."""
     return float(sum(a == b for a, b in pairwise(tokens)))
 
 
 class LogProbability:
-    """A function that looks at more than the tokens: it reads the beams themselves."""
+    """A function that reads more than the tokens: it is given the beams themselves."""
 
     name = "log p"
 
@@ -46,6 +46,13 @@ def main() -> None:
 
     print(cpsbs.estimate(beams, LogProbability()))
     print(f"exactly {float((p * p.log()).sum()):.3f}\n")
+
+    # The mean over many sources, such as the sentences of a test set.
+    corpus = cpsbs.TableModel.random(vocab_size=6, length=6, sources=12, seed=1)
+    beams = cpsbs.search(corpus, 20, "stratified", max_length=6, generator=1)
+    print(cpsbs.estimate(beams, repeats).mean())
+    each = (corpus.sequences(6, source).items() for source in range(12))
+    print(f"exactly {sum(q * repeats(list(y)) for s in each for y, q in s) / 12:.3f}\n")
 
     # Every design has an error bar if there are several independent beams.
     several = [cpsbs.search(model, 10, "arithmetic", max_length=6, generator=i) for i in range(8)]

@@ -1,10 +1,10 @@
-"""Search a model of your own, which is no model of transformers.
+"""Search a model of your own that is no transformers model.
 
     python examples/own_model.py
 
 A model is a class with five attributes and two methods. This one is a GRU that spells words. It is
-trained for a second, checked by ``cpsbs.check_model``, and searched; the K words of one beam then
-tell how long the model's words are on average.
+trained for a second, checked by ``cpsbs.check_model``, and searched. From the K words of one beam
+follows an estimate of the average length of all words that the model can spell.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Speller(nn.Module):
 
 
 class SpellerModel:
-    """The speller as the search wants it: it keeps one hidden state for each row."""
+    """The speller as the search asks for it, with one hidden state for each row."""
 
     sources, vocab_size, eos, pad = 1, len(LETTERS), 0, 0
     device = torch.device("cpu")
@@ -47,12 +47,12 @@ class SpellerModel:
         self.speller = speller
 
     def start(self) -> Tensor:
-        """Begin anew, with one row for each source."""
+        """Return the scores [sources, V] of the first letter, with one row for each source."""
         first = torch.zeros(self.sources, dtype=torch.int64)
         return self._scores(first, torch.zeros(self.sources, SIZE))
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """Row i extends the row parent[i]: that is where its hidden state comes from."""
+        """Return the scores [rows, V] of the next letter; row i continues the row parent[i]."""
         return self._scores(token, self.hidden[parent])
 
     def _scores(self, letter: Tensor, hidden: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class SpellerModel:
 
 
 def train(speller: Speller) -> None:
-    """Teach it the words."""
+    """Train the speller on the words."""
     words = [[LETTERS.index(x) for x in word] for word in WORDS.split()]
     longest = max(map(len, words)) + 1
     padded = torch.tensor([[0, *word] + [0] * (longest - len(word)) for word in words])
@@ -78,7 +78,7 @@ def train(speller: Speller) -> None:
 
 
 def main() -> None:
-    """Train, check, search, estimate."""
+    """Train the model, check it, search it, and estimate an expectation."""
     torch.manual_seed(0)
     speller = Speller()
     train(speller)

@@ -1,4 +1,4 @@
-"""Run a command as on a terminal and save what it shows as a picture.
+"""Run a command as on a terminal, and save what it shows as a picture.
 
 python examples/picture.py docs/demo.svg cpsbs demo
 """
@@ -20,7 +20,7 @@ WIDTH = 100
 
 
 def shown_on_a_terminal(command: list[str]) -> str:
-    """What the command writes when it believes that somebody looks."""
+    """Return what the command writes when its output is a terminal."""
     ours, theirs = pty.openpty()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "COLUMNS": str(WIDTH), "TERM": "xterm-256color", "PATH": path}
@@ -39,14 +39,14 @@ def shown_on_a_terminal(command: list[str]) -> str:
 
 
 def main() -> None:
-    """Make the picture."""
+    """Write the picture to the file."""
     file, command = Path(sys.argv[1]), sys.argv[2:]
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
     quoted = " ".join(f'"{word}"' if " " in word else word for word in command)
     console.print(Text("$ ", style="green") + Text(quoted, style="bold"), soft_wrap=True)
     console.print(Text.from_ansi(shown_on_a_terminal(command)))
     svg = console.export_svg(title=quoted)
-    # Whoever looks at it need not fetch a font from elsewhere.
+    # A viewer must not have to fetch a font from elsewhere.
     svg = re.sub(r"@font-face\s*{.*?}\s*", "", svg, flags=re.DOTALL)
     file.write_text(svg.replace("Fira Code", "DejaVu Sans Mono"), encoding="utf-8")
 

@@ -10,7 +10,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 NUMBERS = re.compile(
-    r"E\[.*?\] = (\S+) ± (\S+) .*?(?:\nexactly (\S+))?(?=\n\n|\nE|\n?\Z)", re.DOTALL
+    r"E\[.*?\](?: over \d+ sources)? = (\S+) ± (\S+) .*?(?:\nexactly (\S+))?(?=\n\n|\nE|\n?\Z)",
+    re.DOTALL,
 )
 
 

@@ -20,7 +20,7 @@ from cpsbs.designs import (
     Stratified,
     TopK,
 )
-from cpsbs.designs.variance import Drawn
+from cpsbs.designs.variance import DrawnSequences
 from cpsbs.randomness import Streams
 
 
@@ -253,9 +253,9 @@ class Overconfident(Independent):
     """Independent samples with a fifth of the variance that they have."""
 
     def variance(
-        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+        self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        variance, freedom = super().variance(beams, weight, values, unit, scale)
+        variance, freedom = super().variance(drawn, weight, values, log_norm)
         assert variance is not None
         return variance / 5, freedom
 
@@ -263,6 +263,39 @@ class Overconfident(Independent):
 def test_a_variance_that_is_far_too_small_is_noticed() -> None:
     with pytest.raises(ValueError, match=r"the variance is estimated at .* at least half"):
         check_design(Overconfident())
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class IgnoresNorm(ConditionalPoissonDesign):
+    """The variance of normalised estimates forgets by what the weights were divided."""
+
+    def variance(
+        self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
+    ) -> tuple[Tensor | None, Tensor]:
+        return super().variance(drawn, weight, values, None)
+
+
+def test_a_variance_that_depends_on_the_unit_of_the_weights_is_noticed() -> None:
+    with pytest.raises(ValueError, match="the variance of a normalised estimate") as caught:
+        check_design(IgnoresNorm())
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class LosesSmallModels(Stratified):
+    """Its weights are wrong where there is nothing to choose."""
+
+    def log_weight(
+        self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        assert log_inclusion is not None
+        certain = (log_inclusion == 0).all(-1, keepdim=True)
+        return super().log_weight(log_prob, log_inclusion + 0.1 * certain, state)
+
+
+def test_a_model_with_fewer_than_k_sequences_is_searched_too() -> None:
+    with pytest.raises(ValueError, match="Σ w f is biased"):
+        check_design(LosesSmallModels())
 
 
 class NeedsJoint(Stratified):

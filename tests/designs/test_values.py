@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from dataclasses import FrozenInstanceError, dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cpsbs import DESIGNS, Beams, Design, TableModel, estimate, search
+from cpsbs.backends import TORCH
 from cpsbs.designs import (
     Arithmetic,
     Calibrated,
@@ -22,7 +23,8 @@ from cpsbs.designs import (
     Stratified,
 )
 from cpsbs.randomness import Streams
-from cpsbs.search.step import Step
+from cpsbs.search.recursion import Transition
+from cpsbs.search.settings import SearchSettings
 
 MODEL = TableModel.random(vocab_size=4, length=3, seed=3)
 
@@ -128,8 +130,7 @@ def test_not_a_number_is_refused_as_a_strength() -> None:
 
 def test_recorded_steps_of_designs_that_only_look_alike_are_kept_apart() -> None:
     def key(design: Design) -> object:
-        nothing: dict[str, Any] = dict.fromkeys((f.name for f in fields(Step)), None)
-        return Step(**{**nothing, "design": design}).key
+        return Transition(SearchSettings(2, design, 3), (0,), 0, TORCH).key
 
     assert repr(Extended(1)) == repr(Extended(2))
     assert key(Extended(1)) != key(Extended(2))
@@ -205,7 +206,7 @@ def test_beams_from_elsewhere_have_no_error_of_one_beam() -> None:
 def test_a_design_of_ones_own_can_say_its_variance() -> None:
     class Sure(Plain):
         def variance(
-            self, beams: Any, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+            self, drawn: Any, weight: Tensor, values: Tensor, log_norm: Tensor | None
         ) -> tuple[Tensor | None, Tensor]:
             return torch.full_like(values[:, 0], 4.0), torch.full((len(values),), 7.0)
 

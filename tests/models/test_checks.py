@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import cpsbs
 from cpsbs import FunctionModel, TableModel, TransformersModel, check_model, search
-from cpsbs.backends.triton import recorded
+from cpsbs.backends import Backend
 from cpsbs.models import FixedRowModel, SequenceModel, StoppingModel
 from cpsbs.models.base import eos_tokens
+from tests.backends.fixing import fix_rows_on_cpu
 from tests.models import tiny
 
 
@@ -220,7 +221,7 @@ def with_(**attributes: Any) -> Any:
         (returning(lambda x: x / 0), r"the prefix \[\d\] of source 0 scores that are NaN or inf"),
         (returning(lambda x: x + torch.nan, "start"), r"start\(\) gave the prefix \[\] .* NaN"),
         (returning(lambda x: x - torch.inf), "the score -inf for every token"),
-        (with_(eos=7), r"model\.eos has the token 7; tokens are 0 to V - 1 = 6"),
+        (with_(eos=7), r"model\.eos has the token 7; .* 0 to V - 1 = 6"),
         (with_(eos=(0, -1)), r"model\.eos has the token -1"),
         (with_(eos=None), r"model\.eos is None; it must be the token that ends a sequence"),
         (with_(eos="</s>"), r"model\.eos is '</s>'; it must be"),
@@ -236,7 +237,10 @@ def with_(**attributes: Any) -> Any:
         (with_(stops=lambda parent, token: token), r"model\.stops\(\) returned \[6\] of .*int64"),
         (with_(stops=lambda parent, token: [True]), r"model\.stops\(\) returned a list"),
         (with_(stops=lambda parent: None), r"model\.stops\(\) raised TypeError"),
-        (with_(fix_rows=lambda k, steps: True), r"needs step\(\), memo\(\), keep_sources\(\), "),
+        (
+            with_(fix_rows=lambda k, steps, backend: True),
+            r"step\(\), memo\(\), keep_sources\(\), .* missing",
+        ),
     ],
 )
 def test_each_fault_is_named_and_nothing_else(model: Any, message: str) -> None:
@@ -333,7 +337,7 @@ class FixedRows(Gru):
         super().__init__()
         self.wrong, self.held = wrong, 0
 
-    def fix_rows(self, k: int, steps: int) -> bool:
+    def fix_rows(self, k: int, steps: int, backend: Backend) -> bool:
         self.hidden = self.hidden.repeat_interleave(k, 0)
         self.held = k
         return True
@@ -354,12 +358,13 @@ class FixedRows(Gru):
             self.hidden = kept.flatten(0, 1)
 
     def admits(self, other: Any) -> bool:
-        return False
+        return isinstance(other, FixedRows)
 
     def join(self, places: list[int], other: Any) -> None:
-        raise ValueError("no other model is admitted")
+        rows = other.hidden.repeat_interleave(self.held, 0)
+        self.hidden = rows.flip(0) if self.wrong == "join" else rows
 
-    def rest(self, places: list[int]) -> None:
+    def retire(self, places: list[int]) -> None:
         pass
 
     def release(self) -> None:
@@ -386,10 +391,11 @@ def test_models_of_transformers_keep_the_contract_of_fixed_rows(
         fixed += 1
         return step(self, parent, token)
 
-    monkeypatch.setattr(recorded, "ON_CPU", True)
+    fix_rows_on_cpu(monkeypatch)
     monkeypatch.setattr(TransformersModel, "step", counted)
-    check_model(lambda: transformers_model(name))
-    assert fixed == 3
+    model = tiny.make(name)
+    check_model(lambda: TransformersModel(model, **tiny.prompts(model)))
+    assert fixed == 6  # three steps, and three of sources that have joined
 
 
 @pytest.mark.parametrize(
@@ -405,6 +411,12 @@ def test_faults_of_fixed_rows_are_named(wrong: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_model(model)
     assert model.held == 0
+
+
+def test_sources_that_join_must_be_scored_alike() -> None:
+    check_model(FixedRows)
+    with pytest.raises(ValueError, match=r"after model\.join\(\), .* score the prefix"):
+        check_model(lambda: FixedRows("join"))
 
 
 def test_who_keeps_which_protocol() -> None:

@@ -1,7 +1,8 @@
 """Sampling designs: rules that pick K of N weighted candidates and know how likely each was.
 
-Each has a module of its own. ``base`` says what the search expects of a design, ``variance`` has
-the error estimate by joint inclusion, and ``cpsbs.contracts`` checks a design of one's own.
+Each design has a module of its own, whose docstring explains the method. ``base`` defines what the
+search expects of a design and how to write your own, ``variance`` estimates an error by joint
+inclusion, and ``cpsbs.check_design`` checks a design.
 """
 
 from cpsbs.designs.arithmetic import Arithmetic
@@ -30,19 +31,26 @@ DESIGNS: dict[str, type[Design]] = {
         Diverse,
     )
 }
-"""All designs by name."""
+"""The designs that come with the package, by name."""
+
+
+DEFAULT_DESIGN = "stratified"
+"""The design that is used where the caller names none."""
 
 
 def design_named(design: str | Design) -> Design:
-    """A design, given as an object or by its name, with its usual settings."""
+    """Return the design itself, or the one of that name with its default settings."""
     if isinstance(design, Design):
         return design
     if design not in DESIGNS:
-        raise ValueError(f"design is {design!r}; allowed are {', '.join(DESIGNS)}, or a Design")
+        raise ValueError(
+            f"design is {design!r}; it must be one of {', '.join(DESIGNS)}, or a Design object"
+        )
     return DESIGNS[design]()
 
 
 __all__ = [
+    "DEFAULT_DESIGN",
     "DESIGNS",
     "Arithmetic",
     "Calibrated",

@@ -1,11 +1,14 @@
-"""Arithmetic sampling (Vilnis et al., 2023): one shifted lattice of codes for all rows.
+"""Arithmetic sampling (Vilnis et al., 2023): K samples from one randomly shifted lattice of codes.
 
-A sequence is a stretch of [0, 1) as long as it is probable, and row k decodes the code
-(k + u)/K mod 1 with a single uniform u. Each row alone is an ancestral sample; together they are
-spread over the distribution as evenly as a systematic sample.
+Lay all sequences one after the other on [0, 1), each on an interval as long as it is probable; a
+code in [0, 1) then stands for the sequence whose interval holds it. Row k decodes the code
+(k + u)/K with a single uniform u for all rows, token by token, as an arithmetic decoder does. The
+code of each row alone is uniform, so that each row is an ancestral sample and (1/K) Σ f is
+unbiased; together the rows cover the distribution as evenly as a systematic sample. Sequences may
+repeat.
 
-A code has 53 bits, and decoding a token uses up as many as it is surprising. When fewer than
-``FRESH`` are left they are replaced by fresh ones, instead of decoding rounding noise.
+A code has 53 bits, and decoding a token uses up −log₂ p of them. When fewer than ``FEWEST_BITS``
+are left, the row goes on with a fresh code, because what is left is rounding noise.
 """
 
 from __future__ import annotations
@@ -17,23 +20,23 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.independent import Independent, invert, one_each
-from cpsbs.designs.variance import Drawn, no_freedom
+from cpsbs.designs.variance import DrawnSequences, infinite_freedom
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 
-FRESH = 24
-"""Bits that a code must have left to decode one more token."""
+FEWEST_BITS = 24
+"""The number of bits that a code must have left to decode one more token."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Arithmetic(Independent):
-    """K samples by arithmetic sampling; each counts 1/K."""
+    """K samples by arithmetic sampling, each with the weight 1/K."""
 
     name = "arithmetic"
     summary = "arithmetic sampling: K samples spread evenly over the distribution"
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """The lattice."""
+        """Return the randomly shifted lattice of codes, each with all of its bits."""
         shift = streams.uniform(sources, (1,))
         code = (torch.arange(k, device=shift.device) + shift) / k
         return {"code": code, "bits": torch.full_like(code, 53.0)}
@@ -41,9 +44,9 @@ class Arithmetic(Independent):
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """Decode one token of every row's code."""
+        """Decode one token of the code of every row."""
         code, bits = candidates.state["code"], candidates.state["bits"]
-        spent = bits < FRESH
+        spent = bits < FEWEST_BITS
         row = torch.arange(len(code), device=code.device)
         code = torch.where(spent, streams.uniform(row, (k,)), code)
         bits = torch.where(spent, 53.0, bits)
@@ -53,7 +56,7 @@ class Arithmetic(Independent):
         return one_each(candidates, token, {"code": code, "bits": bits})
 
     def variance(
-        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+        self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return None: all rows rest on one random draw, and only repeated beams tell the error."""
-        return None, no_freedom(weight)
+        """Return None: all rows share one random number, so only repeated beams tell the error."""
+        return None, infinite_freedom(weight)

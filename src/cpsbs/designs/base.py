@@ -1,6 +1,9 @@
-"""What a design is to the search: it picks K candidates and says what it knows of them.
+"""The contract between the search and a sampling design.
 
-``cpsbs.scores.candidates`` has what it picks from, and what it returns. A design knows nothing of
+The search is one recursion with one hole in it: at every step it offers a design the extensions of
+P parents by V tokens, for each of B sources, and the design picks at most K of these P·V candidates
+and says with what probability it would have picked each. ``cpsbs.scores.candidates`` defines what
+the design is given (``Candidates``) and what it returns (``Selection``). A design knows nothing of
 sequences; the search knows nothing of weights.
 """
 
@@ -14,69 +17,85 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from cpsbs.designs.variance import Drawn, joint_variance, no_freedom
+from cpsbs.designs.variance import DrawnSequences, infinite_freedom, joint_variance
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 
 
 class Design(ABC):
-    """A rule that picks K candidates.
+    """A rule that picks at most K candidates of every source, at every step of a search.
+
+    To write a design of your own, define ``name`` and ``select``; ``examples/own_design.py`` is a
+    complete one. ``select`` reads the probabilities of the candidates (``candidates.log_joint()``,
+    say), draws random numbers from ``streams`` and from nothing else, and returns a ``Selection``.
+    If that has ``log_inclusion``, the log of the probability π_t with which each candidate was
+    picked given its parents, nothing more is needed: the search sums it along the path, and
+    w = p / Π_t π_t are unbiased weights. Beyond that,
+
+    - ``begin`` and ``Selection.state`` carry numbers of your own from step to step;
+    - ``log_weight`` makes other weights of them, for designs that know no π_t;
+    - ``variance`` estimates the error from a single beam, for designs that know it without joint
+      inclusion probabilities;
+    - the class attributes below say what the design can do.
+
+    ``cpsbs.check_design`` tests all of that and reports what is wrong.
 
     A design is a value: make it a frozen dataclass whose fields are its settings, with
-    ``repr=False`` and ``eq=False`` to keep what is here. Two designs are equal if they are of the
-    same class with equal settings. One that has attributes other than dataclass fields is equal to
-    itself only, because nobody can tell whether these are settings.
-
-    A recordable design must be hashable: recordings of its steps are found again by it.
+    ``repr=False`` and ``eq=False`` to keep the methods defined here. Two designs are equal if they
+    are of the same class and have equal settings. A design with attributes that are not dataclass
+    fields is equal only to itself, because such attributes may be settings too. A recordable design
+    must be hashable, because its recorded steps are looked up by it.
     """
 
     name: ClassVar[str]
-    """What people call it."""
+    """The name by which the design is chosen and printed."""
     summary: ClassVar[str] = ""
-    """What it does, in a line."""
+    """A line that says what the design does."""
     power_sums: ClassVar[int] = 1
-    """How many power sums the first reading of the scores collects for it."""
+    """How many power sums of the scores the first pass over them computes for the design; see
+    ``cpsbs.scores``."""
     distinct: ClassVar[bool] = True
-    """Whether it never picks a candidate twice."""
+    """Whether the design never picks a candidate twice."""
     estimates: ClassVar[bool] = True
-    """Whether its beams have weights for estimates."""
+    """Whether its beams have weights, so that expectations can be estimated from them."""
     needs_joint: ClassVar[bool] = False
-    """Whether one beam tells its error only if it was searched with ``joint=True``."""
+    """Whether a single beam tells its error only if it was searched with ``joint=True``."""
 
     def __eq__(self, other: object) -> bool:
         if self is other or type(self) is not type(other):
             return self is other
-        mine, its = self._settings(), other._settings()
-        return mine == its and vars(self).keys() | vars(other).keys() <= mine.keys()
+        mine, theirs = self._settings(), other._settings()
+        return mine == theirs and vars(self).keys() | vars(other).keys() <= mine.keys()
 
     def __hash__(self) -> int:
         return hash((type(self), *self._settings().values()))
 
     def _settings(self) -> dict[str, Any]:
-        """Return the dataclass fields, none for another class."""
+        """Return the dataclass fields by name; none for a class that is no dataclass."""
         return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
 
     def __repr__(self) -> str:
-        """The name, and the settings that are not the usual ones."""
-        usual = inspect.signature(type(self)).parameters
+        """Return the name, followed by the settings that are not the default ones."""
+        parameters = inspect.signature(type(self)).parameters
         settings = ", ".join(
             f"{name}={value!r}"
             for name, value in vars(self).items()
-            if name in usual and value != usual[name].default
+            if name in parameters and value != parameters[name].default
         )
         return f"{self.name}({settings})" if settings else self.name
 
     def roots(self, k: int) -> int:
-        """How many copies of the empty sequence the search starts from."""
+        """Return how many copies of the empty sequence the search starts from."""
         return 1
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """The state [B, roots] of the first parents, for the sources [B]."""
+        """Return the state [B, roots] of the empty sequences, for the sources [B]."""
         return {}
 
     def recordable(self, k: int) -> bool:
-        """Whether ``select`` never looks at what it computes, so that a GPU's part of it can be
-        recorded once and replayed.
+        """Return whether ``select`` never synchronises with the host.
+
+        A GPU can then record a step as a CUDA graph and replay it.
         """
         return False
 
@@ -84,40 +103,58 @@ class Design(ABC):
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """Pick K candidates of every source; ``joint`` asks for the joint inclusion as well."""
+        """Pick at most K candidates of every source.
+
+        Args:
+            candidates: the P·V extensions of every source.
+            k: K.
+            streams: the source of all random numbers, ``streams.uniform(row, size)``.
+            joint: whether the joint inclusion probabilities of pairs are wanted too; a design that
+                does not know them returns none.
+        """
 
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """[B, K] log inclusion and log weight of finished sequences, each if the design has one.
+        """Return [B, K] log inclusion and log weight of the final sequences, None where unknown.
 
-        ``log_inclusion`` [B, K] is the sum of what ``select`` returned along the path. The weighted
-        sum of f over the beam is to be an unbiased estimate of its expectation.
+        The weights must make Σ_{y ∈ Y} w(y) f(y) an unbiased estimate of E f. By default they are
+        p / Π_t π_t.
+
+        Args:
+            log_prob: [B, K] log p(y).
+            log_inclusion: [B, K] Σ_t log π_t, the sum along the path of what ``select`` returned;
+                None if it returned none.
+            state: what ``select`` returned as state of the final sequences.
         """
         if log_inclusion is None:
             return None, None
         return log_inclusion, log_prob - log_inclusion
 
     def variance(
-        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+        self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return [B, d] an estimate of the variance of Σ w f / scale from one beam, or None.
+        """Return an estimate of the variance of Σ weight · values from one beam of each source.
 
-        NaN stands for a source whose beam does not know its error. By default the variance comes
-        from joint inclusion, if the beams have it and K > 1.
+        By default it comes from joint inclusion probabilities, if the beams have them and K > 1.
+        A variance of zero is taken for "not known" unless the beam holds all sequences that there
+        are, because terms that agree do not tell how much others would differ.
 
         Args:
-            beams: what the design has drawn, with ``log_weight`` as its weights.
-            weight: [B, K] the weights, relative to e^unit; zero in empty places.
-            values: [B, K, d] f of the sequences; zero in empty places.
-            unit: [B] or [1].
-            scale: [B, 1] for normalised estimates, where values are f − G; else None.
+            drawn: the beams that this design has drawn.
+            weight: [B, K] the weights w; divided by Σ w for a normalised estimate G. Zero in empty
+                places.
+            values: [B, K, d] f of the sequences; f − G for a normalised estimate. Zero in empty
+                places.
+            log_norm: [B] log Σ w, by which the weights of a normalised estimate were divided; None
+                for an estimate that is not normalised.
 
         Returns:
-            The variance, and [B] its degrees of freedom, on the CPU: inf where it is no sample
-            variance.
+            [B, d] the variance, NaN for sources whose beam does not tell it, or None if no beam
+            does; and [B] its degrees of freedom on the CPU, inf if it is no sample variance.
         """
-        pairs, freedom = beams.joint_log_inclusion, no_freedom(weight)
-        if pairs is None or beams.k == 1:
+        freedom = infinite_freedom(weight)
+        if drawn.joint_log_inclusion is None or drawn.k == 1:
             return None, freedom
-        return joint_variance(beams, pairs, weight, values, unit, scale), freedom
+        pairs = drawn.joint_log_inclusion
+        return joint_variance(drawn, pairs, weight, values, log_norm), freedom

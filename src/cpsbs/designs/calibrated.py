@@ -1,11 +1,16 @@
-"""Conditional Poisson sampling at every step, aimed at the targets of ``targets``.
+"""Conditional Poisson sampling at every step, with weights that account for the steps before.
 
-The paper's weights are the odds of p. They forget how unlikely it was that a prefix survived, so
-that the product of inclusion probabilities drifts away from the probability of the sequence, the
-more so the more entropy the model has. Here the weights are the odds of min(1, c u), with u = p
-over the product so far: the chance to go on depends on what a hypothesis counts in the estimate.
-As in the paper, the odds only come close to the targets; the inclusion probabilities that are
-reported are those of the weights, exactly.
+The paper's design weights a candidate by the odds of its probability p. That ignores how unlikely
+it was that its prefix survived the steps before, so that the product Π_t π_t of inclusion
+probabilities drifts away from what the probability of the sequence deserves, the more so the more
+entropy the model has; weights w = p / Π_t π_t then vary wildly.
+
+Here a candidate is weighted by the odds of its target inclusion probability min(1, c·u), where
+u = p / Π π is its weight in the estimate if it were kept for certain (see ``targets``). A
+hypothesis is thus kept with a probability in proportion to its contribution. As with the paper's
+design, odds make the inclusion probabilities only approximately equal to the targets. The reported
+probabilities are those of the conditional Poisson design that was drawn from, exactly, so that the
+weights p / Π_t π_t are unbiased.
 """
 
 from __future__ import annotations
@@ -23,15 +28,15 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Calibrated(DrawingDesign):
-    """Conditional Poisson with the odds of min(1, c·u) as weights."""
+    """Conditional Poisson sampling with the odds of min(1, c·u) as weights."""
 
     name = "calibrated"
-    summary = "conditional Poisson aimed at inclusion in proportion to what a prefix counts"
+    summary = "conditional Poisson sampling aimed at inclusion in proportion to weight"
     power_sums = 4
     needs_joint = True
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
-        """A conditional Poisson sample with the odds of the targets as weights."""
+        """Draw a conditional Poisson sample with the odds of the targets as weights."""
         targets = find_targets(candidates, k)
         if bool(targets.few.any()):
             raise TooFewError(f"a source has no more than k = {k} candidates", targets.few)

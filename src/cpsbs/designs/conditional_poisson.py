@@ -1,4 +1,22 @@
-"""Conditional Poisson sampling at every step: the paper's CPSBS."""
+"""Conditional Poisson sampling at every step: the paper's CPSBS.
+
+Give each of the N candidates a weight w_n, toss an independent coin for each with the odds w_n, and
+start again until exactly K coins show heads. The set of these K candidates is a conditional Poisson
+sample: a set Y has a probability proportional to the product of its weights,
+
+    Q(Y) = Π_{n ∈ Y} w_n / Z ,      Z = Σ_{|Y| = K} Π_{n ∈ Y} w_n                           (eq:q)
+
+``cpsbs.conditional_poisson`` draws from it without rejection and computes the inclusion
+probabilities π_n = P(n ∈ Y) exactly. Of all designs with exactly K picks and the same inclusion
+probabilities it has the largest entropy (Chen, Dempster and Liu, 1994). The paper takes the odds of
+the candidate's probability, w = p/(1 − p).
+
+With π_t the inclusion probability of the prefix of y at step t, the weight w(y) = p(y) / Π_t π_t is
+unbiased: P(path) / Π_t π_t is the law of the search that is forced to keep y, which sums to one
+over the paths. These weights vary widely where the model has much entropy, because a step ignores
+how lucky a prefix was to survive the steps before; ``calibrated`` and ``stratified`` take that into
+account.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +30,8 @@ from torch import Tensor
 
 from cpsbs.backends.base import MOST_DRAWN, Backend
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
-from cpsbs.conditional_poisson.draws import draw
-from cpsbs.conditional_poisson.inclusion import joint_log_inclusion_at, log_inclusion_at
 from cpsbs.conditional_poisson.population import split
+from cpsbs.conditional_poisson.sampling import draw, joint_log_inclusion_at, log_inclusion_at
 from cpsbs.conditional_poisson.weights import CandidateWeights, PlainWeights, Weights
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.randomness import Streams
@@ -23,12 +40,13 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ConditionalPoissonDesign(DrawingDesign):
-    """K candidates with probability proportional to the product of their weights (eq:q).
+    """Conditional Poisson sampling: K candidates, with the product of their weights (eq:q).
 
     Args:
-        weights: "odds", the paper's w = p/(1 − p), or "probability", w = p, with which K = 1 is
-            ancestral sampling.
-        anneal: w ↦ w^{1/τ}; 0 is beam search.
+        weights: "odds" for the paper's w = p/(1 − p), or "probability" for w = p, with which K = 1
+            is ancestral sampling.
+        anneal: the temperature of the design, not of the model: weights are raised to the power
+            1/anneal. The limit 0 is beam search, whose beams have no weights for estimates.
     """
 
     name = "conditional-poisson"
@@ -41,29 +59,29 @@ class ConditionalPoissonDesign(DrawingDesign):
 
     def __post_init__(self) -> None:
         if self.weights not in ("odds", "probability"):
-            raise ValueError(f'weights is {self.weights!r}; allowed are "odds" and "probability"')
+            raise ValueError(f'weights is {self.weights!r}; it must be "odds" or "probability"')
         if not isinstance(self.anneal, int | float) or not 0 <= self.anneal < math.inf:
-            raise ValueError(f"anneal is {self.anneal!r}; allowed are finite numbers from 0 on")
+            raise ValueError(f"anneal is {self.anneal!r}; it must be a finite number of at least 0")
 
     def recordable(self, k: int) -> bool:
-        """Return whether a backend can draw without a look at what it draws."""
+        """Return whether a backend can draw without synchronising with the host."""
         return self.anneal == 1.0 and k <= MOST_DRAWN
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
-        """A conditional Poisson sample."""
+        """Draw a conditional Poisson sample."""
         weights = self.candidate_weights(candidates, k)
         return draw_poisson(weights, k, streams, joint, candidates.chunks.backend)
 
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """None without randomness: then most sequences have no chance, and no weight makes up."""
+        """Return p / Π_t π_t as weights, or none for anneal=0, where little has a chance."""
         if self.anneal == 0:
             return None, None
         return super().log_weight(log_prob, log_inclusion, state)
 
     def candidate_weights(self, candidates: Candidates, k: int) -> Weights:
-        """The weights of the candidates."""
+        """Return the design weights of the candidates."""
         if self.anneal == 1.0:
             odds = self.weights == "odds"
             return CandidateWeights(candidates.chunks, candidates.offset, odds)
@@ -75,7 +93,7 @@ class ConditionalPoissonDesign(DrawingDesign):
 def draw_poisson(
     weights: Weights, k: int, streams: Streams, joint: bool, backend: Backend
 ) -> Selection:
-    """Return a conditional Poisson sample, with its inclusion probabilities."""
+    """Return a conditional Poisson sample with its inclusion probabilities."""
     fused = None if joint else backend.draw_conditional_poisson(weights, k, streams)
     if fused is not None:
         return fused

@@ -1,8 +1,9 @@
-"""Diverse beam search (Vijayakumar et al., 2018): top-k in groups that avoid each other's tokens.
+"""Diverse beam search (Vijayakumar et al., 2018): groups of beams that avoid each other's tokens.
 
-The beam is cut into groups that choose one after the other. From the score of a token, a group
-subtracts ``strength`` for every time that an earlier group has just chosen it; scores accumulate
-with what was subtracted.
+The beam is divided into groups. At every step the groups choose one after the other, each as a beam
+search of its own, except that a group subtracts ``strength`` from the score of a token for every
+time that an earlier group has chosen it in this step. The scores of hypotheses accumulate with
+these penalties. Nothing is random, so the beams cannot estimate expectations.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class Diverse(Design):
     """Diverse beam search.
 
     Args:
-        strength: λ, what a token costs that an earlier group has chosen.
-        groups: how many; as many as K if not said. K must be a multiple of it.
+        strength: λ, the penalty of a token for each time that an earlier group has chosen it.
+        groups: the number of groups, of which K must be a multiple; K by default.
     """
 
     name = "diverse"
@@ -39,30 +40,30 @@ class Diverse(Design):
 
     def __post_init__(self) -> None:
         if not 0 <= self.strength < math.inf:
-            raise ValueError(f"strength is {self.strength}; allowed are finite numbers from 0 on")
+            raise ValueError(f"strength is {self.strength}; it must be a finite number ≥ 0")
         if self.groups is not None and self.groups < 1:
             raise ValueError(f"groups is {self.groups}; it must be at least 1")
 
     def roots(self, k: int) -> int:
-        """Every group starts by itself."""
+        """Return the number of groups, because each group starts from its own empty sequence."""
         groups = k if self.groups is None else self.groups
         if k % groups:
             raise ValueError(f"groups is {groups}; k = {k} must be a multiple of it")
         return groups
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """Nothing has been subtracted yet."""
+        """Return the scores of the empty sequences, without any penalty."""
         shape = (len(sources), self.roots(k))
         return {"score": torch.zeros(shape, dtype=torch.float64, device=sources.device)}
 
     def recordable(self, k: int) -> bool:
-        """Return True: a selection never synchronises with the host."""
+        """Return True, because selecting never synchronises with the host."""
         return True
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """Group after group."""
+        """Pick the K/groups best candidates of one group after the other."""
         sources, parents, tokens = candidates.shape
         groups = self.roots(k)
         each, size = parents // groups, k // groups

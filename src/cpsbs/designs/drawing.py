@@ -1,4 +1,8 @@
-"""Designs that draw K of more than K candidates, and keep all where there are no more."""
+"""A base class for designs that draw K of more than K candidates.
+
+Where a source has no more than K candidates, as in the first steps of a search, there is nothing to
+draw: all are kept, with an inclusion probability of one.
+"""
 
 from __future__ import annotations
 
@@ -16,39 +20,41 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 
 class DrawingDesign(Design):
-    """A design that has only to say how it draws."""
+    """A design that defines ``draw``, and keeps all candidates where there are at most K."""
 
     @abstractmethod
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
-        """Pick K of the candidates of every source.
+        """Draw K of the candidates of every source.
 
         Raises:
-            TooFewError: if some sources have not enough to choose from.
+            TooFewError: if some sources have no more than K candidates.
         """
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """``draw``; but sources with too few candidates keep them all, with certainty."""
+        """Draw K candidates of every source, or keep all of a source that has at most K."""
         _, parents, tokens = candidates.shape
         few: Tensor | None = None
         if parents * tokens > k:
             try:
                 return self.draw(candidates, k, streams, joint)
             except TooFewError as error:
-                few = error.rows  # only the first steps of a search come here
+                few = error.rows  # this happens only in the first steps of a search
         here = min(k, parents * tokens)
         values, index = candidates.chunks.largest(candidates.offset, here)
         kept = _everything(values, index, k, joint)
         if few is None or bool(few.all()):
             return kept
         rows = (~few).nonzero()[:, 0]
-        drawn = self.draw(candidates.of(rows), k, streams.select(rows), joint)
+        own = streams.select(rows)
+        drawn = self.draw(candidates.of(rows), k, own, joint)
+        streams.put(rows, own)
         return _with_rows(kept, rows, drawn)
 
 
 def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection:
-    """The largest candidates [B, ≤ K], each certain to be picked."""
+    """Return the candidates [B, ≤ K], each picked with certainty."""
     missing = (0, k - values.shape[1])
     present = pad(values > -math.inf, missing)
     certain = torch.zeros(present.shape, dtype=torch.float64, device=present.device)
@@ -57,7 +63,7 @@ def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection
 
 
 def _with_rows(kept: Selection, rows: Tensor, drawn: Selection) -> Selection:
-    """The first selection with these sources [b] replaced by the second one's."""
+    """Return ``kept`` with its rows [b] replaced by those of ``drawn``."""
 
     def put(old: Tensor | None, new: Tensor | None) -> Tensor | None:
         return None if old is None or new is None else old.index_copy(0, rows, new)

@@ -1,6 +1,9 @@
-"""Independent draws, each row by itself: ancestral sampling.
+"""Ancestral sampling: K independent samples, token by token.
 
-Sequences may repeat. Nothing is dropped, so K rows start from K copies of the empty sequence.
+Each of K rows starts from its own copy of the empty sequence and draws its next token from the
+model's conditional distribution, whatever the other rows do, so that each is a sample from p. The
+mean of f over the rows is the Monte Carlo estimate of E f, with weights of 1/K. Sequences may
+repeat, and often do where the distribution is peaked: that is what the other designs avoid.
 """
 
 from __future__ import annotations
@@ -13,31 +16,31 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.base import Design
-from cpsbs.designs.variance import ROUNDING, Drawn, no_freedom, weighted
+from cpsbs.designs.variance import DrawnSequences, infinite_freedom
 from cpsbs.randomness import BELOW_ONE, Streams
 from cpsbs.scores.candidates import Candidates, Selection
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Independent(Design):
-    """K independent samples; each counts 1/K."""
+    """K independent samples, each with the weight 1/K."""
 
     name = "independent"
     summary = "ancestral sampling: K independent samples, which may repeat"
     distinct = False
 
     def roots(self, k: int) -> int:
-        """Every row starts by itself."""
+        """Return K, because each row starts from its own empty sequence."""
         return k
 
     def recordable(self, k: int) -> bool:
-        """Return True: a selection never synchronises with the host."""
+        """Return True, because selecting never synchronises with the host."""
         return True
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """One token for each row, by its conditional distribution."""
+        """Draw one token for each row from its conditional distribution."""
         row = torch.arange(len(candidates.log_prob), device=candidates.log_prob.device)
         token, _, _ = invert(candidates, streams.uniform(row, (k,)))
         return one_each(candidates, token)
@@ -45,42 +48,42 @@ class Independent(Design):
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """No inclusion probability; 1/K."""
+        """Return no inclusion probability, and the weight 1/K."""
         return None, torch.full_like(log_prob, -math.log(log_prob.shape[-1]))
 
     def variance(
-        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+        self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return the variance of the K samples over K, with K − 1 degrees of freedom."""
-        freedom = no_freedom(weight)
-        if beams.k == 1:
+        """Return the sample variance over K, with K − 1 degrees of freedom."""
+        freedom = infinite_freedom(weight)
+        if drawn.k == 1:
             return None, freedom
-        terms = weighted(weight, values, scale)
-        # Independent samples that all agree do not tell how often they would not.
-        spread = terms.var(1) * beams.k
-        spread = torch.where(spread > ROUNDING * terms.sum(1).square(), spread, math.nan)
-        return spread, torch.full_like(freedom, float(beams.k - 1))
+        spread = (weight[..., None] * values).var(1) * drawn.k
+        return spread, torch.full_like(freedom, float(drawn.k - 1))
 
 
 def one_each(
     candidates: Candidates, token: Tensor, state: Mapping[str, Tensor] | None = None
 ) -> Selection:
-    """Each row extended by its token [B, K]."""
+    """Return the selection that extends each row by its token [B, K]."""
     row = torch.arange(token.shape[-1], device=token.device)
     index = row * candidates.shape[-1] + token
     return Selection(index, torch.ones_like(index, dtype=torch.bool), state=state or {})
 
 
 def invert(candidates: Candidates, code: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[B, P] the token whose stretch of [0, 1) holds the code [B, P], where it begins, its length.
+    """Invert the cumulative distribution of the next token after each parent.
 
-    Stretches are as long as the tokens are probable, in the order of the vocabulary: first the
-    stretch of a chunk is found, then that of the token in it.
+    The tokens lie one after the other on [0, 1), in the order of the vocabulary, each on an
+    interval as long as it is probable. The search is for the chunk first, then for the token in it.
+
+    Returns:
+        [B, P] the token whose interval holds the code [B, P], where that begins, and its length.
     """
     chunks, (_, parents, tokens) = candidates.chunks, candidates.shape
     share = (chunks.log_masses - candidates.log_total[..., None]).exp_()
     end = share.cumsum(-1)
-    # Rounded, a level must stay below the total.
+    # Even when it is rounded, the level must stay below the total.
     level = code[..., None] * end[..., -1:] * BELOW_ONE
     chunk = torch.searchsorted(end, level, right=True)
     mass = share.gather(-1, chunk)

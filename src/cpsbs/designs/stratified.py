@@ -1,23 +1,29 @@
-"""The targets of ``targets``, met exactly and parent by parent.
+"""Stratified sampling: the inclusion probabilities of ``targets``, met exactly, parent by parent.
 
-Heavy candidates are kept. The places that are left go to the parents by systematic sampling: with
-μ_b the sum of its light targets, parent b gets ⌊μ_b⌋ or ⌈μ_b⌉ of them. Inside a parent the light
-candidates lie one after the other on [0, μ_b), each as long as its target, and the parent's n_b
-places are the points s, s + 1, … that fall on it, with s uniform given that there are n_b. So every
-candidate is picked with exactly its target, light picks all weigh 1/c, and the weights of the beam
-sum to one.
+At every step the candidates have weights u and target inclusion probabilities π = min(1, c·u) that
+sum to K. Heavy candidates, with π = 1, are kept. Each parent is a stratum: with μ_b the sum of the
+targets of its light candidates, parent b gets ⌊μ_b⌋ or ⌈μ_b⌉ of the places that are left, by
+systematic sampling over the parents. Inside a parent, sampling is systematic too: its light
+candidates lie one after the other on [0, μ_b), each on an interval as long as its target, and the
+parent's n_b places go to the candidates on which the points s, s + 1, … fall, with s uniform given
+that n_b points fall on [0, μ_b). So every candidate is picked with exactly its target probability,
+every light pick gets the weight 1/c, and the weights of a beam sum to one. The weights
+p / Π_t π_t are unbiased as those of every design with known π_t; here a sequence has the same π on
+every path, min(1, c p).
 
-On [0, μ_b) the probable candidates, those among the K largest, come first, and chunks of all others
-after them: both in random order, and the tokens of a chunk too, so that equally spaced points never
-keep step with f. The order of the probable ones is drawn by what they are (parent and token), not
-by their ranks: candidates of almost the same probability change ranks with the last digit of a
-score, and a draw must not depend on that.
+Order matters in systematic sampling. On [0, μ_b) the probable candidates, those among the K
+largest, come first, and the others follow in chunks. The probable candidates, the chunks and the
+tokens of a chunk are each in random order, so that equally spaced points never keep step with f.
+The random order of the probable candidates depends on what they are (parent and token), not on
+their ranks: candidates of nearly equal probability exchange ranks with the last digit of a score,
+and the draw must not depend on that.
 
-With no heavy candidate and one place for each parent every hypothesis goes on as an ancestral
-sample; with little entropy it enumerates. The offsets s of the parents are spread over [0, 1) as
-evenly as can be, in random order: one for all of them would make all hypotheses lucky or unlucky
-together. Parents count as far as there is something to choose among their light candidates, so that
-it makes no difference whether a candidate with c·u = 1 is called heavy or light.
+With no heavy candidate and one place for each parent, every hypothesis goes on as an ancestral
+sample; with little entropy, the design enumerates. The offsets s of the parents are spread over
+[0, 1) as evenly as possible, in random order: a single offset for all would make all hypotheses
+lucky or unlucky together. Each parent takes up a share of [0, 1) that depends on how much there is
+to choose among its light candidates, so that it makes no difference whether a candidate with
+c·u = 1 is called heavy or light.
 """
 
 from __future__ import annotations
@@ -30,27 +36,28 @@ from torch import Tensor
 
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
-from cpsbs.designs.variance import ROUNDING, Drawn, no_freedom, weighted
-from cpsbs.randomness import BELOW_ONE, Streams, shuffled
+from cpsbs.designs.variance import DrawnSequences, infinite_freedom
+from cpsbs.randomness import BELOW_ONE, Streams, shuffle_keys
 from cpsbs.scores.candidates import Candidates, Selection
 
-SOME_DOUBT = 0.05
-"""The variance from which on a parent counts in full when offsets are spread."""
+FULL_SHARE = 0.05
+"""Parents whose light picks would have at least this variance, if they were independent, take up
+full shares when offsets are spread; others take up less, in proportion."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Stratified(DrawingDesign):
-    """Every parent gets the children that it is worth."""
+    """Systematic sampling, in which every prefix gets as many extensions as its weight deserves."""
 
     name = "stratified"
-    summary = "every prefix gets the children that it is worth; best for estimates"
+    summary = "every prefix gets as many extensions as its weight deserves; best for estimates"
 
     def recordable(self, k: int) -> bool:
-        """Return True: a selection never synchronises with the host."""
+        """Return True, because selecting never synchronises with the host."""
         return True
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
-        """Heavy candidates, and light ones by parents."""
+        """Keep the heavy candidates, and draw light ones parent by parent."""
         targets = find_targets(candidates, k)
         sources, parents, tokens = candidates.shape
         slot = torch.arange(k, device=targets.index.device)
@@ -59,29 +66,29 @@ class Stratified(DrawingDesign):
         pieces = (3, 2 * parents, targets.chunk_sums.shape[-1], targets.chunk)
         drawn, offsets, *shuffles = streams.uniform(row, (sum(pieces),)).split(pieces, dim=-1)
         of_chunks, in_chunk = (x.argsort(-1) for x in shuffles)
-        of_largest = shuffled(targets.index, drawn[:, 1:2]).argsort(-1)
+        of_largest = shuffle_keys(targets.index, drawn[:, 1:2]).argsort(-1)
 
-        # What lies on [0, μ_b): the light ones among the K largest, then all others by chunks.
-        light = (targets.scale[:, None] * targets.worth * ~is_heavy).gather(-1, of_largest)
+        # On [0, μ_b) lie the light candidates among the K largest, then all others by chunks.
+        light = (targets.scale[:, None] * targets.largest * ~is_heavy).gather(-1, of_largest)
         known = targets.index.gather(-1, of_largest)
         own = (known // tokens)[:, None, :] == torch.arange(parents, device=slot.device)[:, None]
         largest = torch.where(own, light[:, None, :], 0.0).cumsum(-1)
         sums = targets.scale[:, None, None] * targets.chunk_sums
         chunks = sums.gather(-1, of_chunks[:, None].expand_as(sums)).cumsum(-1)
         size = largest[..., -1] + chunks[..., -1]
-        number = slot - targets.heavy[:, None]  # of a light place
+        number = slot - targets.heavy[:, None]  # the number of a place for a light candidate
         end = size.cumsum(-1)
         total = end[:, -1:].clamp(min=2.0**-1000)
         point = (drawn[:, :1] + number) / (k - targets.heavy[:, None]).clamp(min=1) * total
         parent = torch.searchsorted(end, point * BELOW_ONE, right=True).clamp_(max=parents - 1)
 
-        # How many places a parent has, and which of them this one is.
+        # How many places the parent of a pick has, and how many of them come before this one.
         same = (parent[:, :, None] == parent[:, None, :]) & ~is_heavy[:, None, :]
         before = (same & (slot < slot[:, None])).sum(-1)
         times = torch.zeros_like(size).scatter_add_(-1, parent, (~is_heavy).to(size.dtype))
-        # The variance of independent light picks: what there is to choose.
-        doubt = torch.where(own, (light * (1 - light))[:, None, :], 0.0).sum(-1) + chunks[..., -1]
-        share = torch.where(times > 0, (doubt / SOME_DOUBT).clamp(max=1.0), 0.0)
+        # The variance of independent light picks measures how much there is to choose.
+        choice = torch.where(own, (light * (1 - light))[:, None, :], 0.0).sum(-1) + chunks[..., -1]
+        share = torch.where(times > 0, (choice / FULL_SHARE).clamp(max=1.0), 0.0)
         start = _starts(size, times, share, drawn[:, 2:], offsets.view(sources, 2, parents))
         mu = size.gather(-1, parent)
         at = (start.gather(-1, parent) + before).minimum(mu * BELOW_ONE)
@@ -94,7 +101,7 @@ class Stratified(DrawingDesign):
             known.gather(-1, found),
             _in_chunks(candidates, targets, end, of_chunks, in_chunk, parent, beyond),
         )
-        is_heavy = is_heavy | targets.few[:, None]  # where there is nothing to choose, all are
+        is_heavy = is_heavy | targets.few[:, None]  # with at most K candidates, all are kept
         index = torch.where(is_heavy, targets.index, index)
         index, order = index.sort(dim=-1)
         score = candidates.chunks.take_along(index)
@@ -108,34 +115,41 @@ class Stratified(DrawingDesign):
         )
 
     def variance(
-        self, beams: Drawn, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+        self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return what the variance would be if the light picks were independent.
+        """Return the variance that independent light picks would have.
 
-        They are usually better than that, because they are spread over the parents, and the
-        estimate is on the safe side; it can be too small where f differs more between the children
-        of a hypothesis than between hypotheses.
+        Light picks are usually better than independent ones, because they are spread over the
+        parents, so that the estimate is on the safe side. It can be too small where f differs more
+        between the extensions of one hypothesis than between hypotheses.
         """
-        if beams.log_inclusion is None:
-            return None, no_freedom(weight)
-        terms = weighted(weight, values, scale)
-        light = (beams.present & (beams.log_inclusion < 0))[..., None].to(terms.dtype)
+        if drawn.log_inclusion is None:
+            return None, infinite_freedom(weight)
+        terms = weight[..., None] * values
+        light = (drawn.present & (drawn.log_inclusion < 0))[..., None].to(terms.dtype)
         count = light.sum(1)
         mean = (light * terms).sum(1) / count.clamp(min=1)
         spread = (light * (terms - mean[:, None]).square()).sum(1)
         spread = spread * count / (count - 1).clamp(min=1)
-        # Light picks that all agree, or a single one, do not tell how much others would differ; a
-        # beam without any is not random.
-        seen = (spread > ROUNDING * terms.sum(1).square()) | (count == 0)
+        # A single light pick does not tell how much others would differ.
+        spread = torch.where(count == 1, math.nan, spread)
         freedom = torch.where(count == 0, math.inf, (count - 1).clamp(min=1))[:, 0]
-        return torch.where(seen, spread, math.nan), freedom.cpu()
+        return spread, freedom.cpu()
 
 
 def _starts(size: Tensor, times: Tensor, share: Tensor, turn: Tensor, uniform: Tensor) -> Tensor:
-    """[R, P] s for each parent, given how many points [R, P] it has.
+    """Return [R, P] the offset s of each parent.
 
-    The parents divide a circle among them, in random order, each as large a part as its ``share``
-    [R, P]; s lies anywhere in the parent's part, and the circle is turned by ``turn`` [R, 1].
+    The parents divide a circle among them in random order, each taking an arc in proportion to its
+    share. A uniform point of the parent's arc, on the circle turned at random, is uniform on
+    [0, 1); s is that point mapped to the offsets with which the parent gets its number of places.
+
+    Args:
+        size: [R, P] μ_b.
+        times: [R, P] n_b, the number of places of each parent.
+        share: [R, P] the shares of the circle.
+        turn: [R, 1] by how much the circle is turned, uniform in [0, 1).
+        uniform: [R, 2, P] random numbers for the order, and for the points.
     """
     order = uniform[:, 0].argsort(-1)
     ends = torch.empty_like(share).scatter_(-1, order, share.gather(-1, order).cumsum(-1))
@@ -146,7 +160,7 @@ def _starts(size: Tensor, times: Tensor, share: Tensor, turn: Tensor, uniform: T
 
 
 def _rows(table: Tensor, parent: Tensor) -> Tensor:
-    """[R, K, m] the rows of table [R, P, m] of these parents [R, K]."""
+    """Return [R, K, m] the rows of the table [R, P, m] of these parents [R, K]."""
     return table.gather(1, parent[..., None].expand(-1, -1, table.shape[-1]))
 
 
@@ -159,10 +173,16 @@ def _in_chunks(
     parent: Tensor,
     at: Tensor,
 ) -> Tensor:
-    """[R, K] the candidate of the parent [R, K] at this place [R, K] behind the K largest.
+    """Return [R, K] the candidates at given points among those that are not the K largest.
 
-    ``end`` [R, K, C] are the ends of the parent's chunks, in the order of ``of_chunks`` [R, C];
-    ``in_chunk`` [R, m] is the order of the tokens in a chunk.
+    Args:
+        candidates: the candidates.
+        targets: their targets.
+        end: [R, K, C] where the chunks of the parent end, in the random order.
+        of_chunks: [R, C] the random order of the chunks.
+        in_chunk: [R, m] the random order of the tokens in a chunk.
+        parent: [R, K] the parents.
+        at: [R, K] the points, counted from where the K largest candidates of the parent end.
     """
     tokens = candidates.shape[-1]
     chunk = torch.searchsorted(end, at[..., None] * BELOW_ONE, right=True)
@@ -176,8 +196,8 @@ def _in_chunks(
     taken = (known.gather(-1, place) == index.flatten(1)).view(index.shape)
     score = candidates.chunks.take_along(index.flatten(1)).view(index.shape)
     shift = targets.offset.gather(-1, parent) - targets.reference[:, None]
-    worth = (score + shift[..., None]).exp_().masked_fill_(taken | (token >= tokens), 0.0)
-    worth = worth.cumsum(-1)
-    level = ((at - begin) / targets.scale[:, None]).clamp(min=0).minimum(worth[..., -1] * BELOW_ONE)
-    item = (worth <= level[..., None]).sum(-1, keepdim=True).clamp_(max=targets.chunk - 1)
+    weight = (score + shift[..., None]).exp_().masked_fill_(taken | (token >= tokens), 0.0)
+    until = weight.cumsum(-1)
+    level = ((at - begin) / targets.scale[:, None]).clamp(min=0).minimum(until[..., -1] * BELOW_ONE)
+    item = (until <= level[..., None]).sum(-1, keepdim=True).clamp_(max=targets.chunk - 1)
     return index.gather(-1, item)[..., 0]

@@ -1,12 +1,16 @@
-"""Sum and sample: beam search for K − 1 sequences and one sample of all the others.
+"""Sum and sample: sum over the K − 1 sequences of beam search, and sample one of all the others.
 
-    G = Σ_{y ∈ Y} p(y) f(y) + (1 − Σ_{y ∈ Y} p(y)) f(y') ,      y' ~ p outside Y
+    G = Σ_{y ∈ Y} p(y) f(y) + (1 − Σ_{y ∈ Y} p(y)) f(y') ,      y' ~ p given y' ∉ Y
 
-A sequence outside Y has a prefix that beam search drops at some step, and only one. So y' is drawn
-while the search goes on: of everything dropped so far, one prefix is held, in proportion to its
-probability; when more is dropped, with mass D beside the mass R before, one of the new ones takes
-its place with probability D / (D + R), and otherwise it goes on as an ancestral sample. No sum is
-subtracted from one, and nothing is rejected.
+The first term is exact, and y' stands for all that beam search has missed, so that G is unbiased
+(Kool et al., 2020, compare it with stochastic beam search).
+
+A sequence outside Y has exactly one prefix that beam search drops, at some step. So y' is drawn
+while the search goes on, by reservoir sampling: of everything dropped so far one prefix is held,
+chosen in proportion to its probability. When more is dropped, with mass D beside the mass R before,
+one of the new prefixes replaces it with probability D / (D + R); otherwise the held prefix goes on
+as an ancestral sample. The weight of y' is the mass that was dropped, summed up as it is dropped:
+no sum is subtracted from one, and nothing is rejected.
 """
 
 from __future__ import annotations
@@ -28,29 +32,29 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SumAndSample(Design):
-    """K − 1 sequences by beam search, and one sample of the rest of the distribution."""
+    """K − 1 sequences by beam search, and one sample of all other sequences."""
 
     name = "sum-and-sample"
     summary = "beam search for K − 1 sequences, and one sample of all others"
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """Nothing is dropped yet."""
+        """Return log 0 as the mass that was dropped so far."""
         never = torch.full((len(sources), 1), -math.inf, dtype=torch.float64, device=sources.device)
         return {"log_dropped": never}
 
     def recordable(self, k: int) -> bool:
-        """Return True: a selection never synchronises with the host."""
+        """Return True, because selecting never synchronises with the host."""
         return True
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """The last place is for the sample."""
+        """Pick the K − 1 most probable candidates, and in the last place the sample."""
         sources, parents, tokens = candidates.shape
         row = torch.arange(sources, device=candidates.log_prob.device)
         uniform = streams.uniform(row, (3,))
         log_dropped = candidates.state["log_dropped"][:, -1]
-        held = log_dropped > -math.inf  # where there is a sample, it is the last parent
+        held = log_dropped > -math.inf  # the sample, if there is one, is the last parent
         log_p = candidates.log_joint().view(sources, parents, tokens)
         log_p[:, -1].masked_fill_(held[:, None], -math.inf)
         values, index = largest(log_p.flatten(1), k - 1)
@@ -58,7 +62,7 @@ class SumAndSample(Design):
         log_new = rest.logsumexp(-1)
         log_all = torch.logaddexp(log_dropped, log_new)
         end = rest.sub_(finite_or_zero(log_new)[:, None]).exp_().cumsum(-1)
-        # Rounded, the level must stay below the total.
+        # Even when it is rounded, the level must stay below the total.
         level = uniform[:, :1] * end[:, -1:] * (1 - 2.0**-52)
         sample = torch.searchsorted(end, level, right=True).clamp_(max=parents * tokens - 1)
         token, _, _ = invert(candidates.of(slice(None), slice(-1, None)), uniform[:, 1:2])
@@ -73,5 +77,5 @@ class SumAndSample(Design):
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """No inclusion probability that is known; p(y), and what is left for the sample."""
+        """Return no inclusion probability, and the weights: p(y), and for the sample all else."""
         return None, torch.cat([log_prob[:, :-1], state["log_dropped"][:, -1:]], dim=-1)

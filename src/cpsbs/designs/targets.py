@@ -1,15 +1,17 @@
-"""Inclusion probabilities to aim at: in proportion to what a candidate is worth now, at most one.
+"""Target inclusion probabilities: in proportion to the weight of a candidate, and at most one.
 
-A hypothesis that survived with probability Π π counts u = p / Π π in the estimate. A step is to
-keep K candidates. Of all ways to do so without bias the expected sum of the squared weights is
-smallest if
+A hypothesis with probability p that survived the steps so far with probability Π π has the weight
+u = p / Π π in an estimate. A step must reduce N candidates of weights u_n to K. Of all ways to do
+so without bias, the expected sum of the squared weights is smallest if
 
     π_n = min(1, c u_n) ,      Σ_n π_n = K                          (Fearnhead and Clifford, 2003)
 
-*heavy* candidates, u ≥ 1/c, are certain and keep their weight, and every *light* one that is picked
-weighs 1/c. Splitting a hypothesis into its extensions never makes Σ min(1, c u) smaller. So, in a
-design that meets the targets exactly, c never grows from step to step, and a sequence of T steps is
-in the beam with probability min(1, c_T p).
+*Heavy* candidates, u ≥ 1/c, are certainty units: they are kept and keep their weight. Every *light*
+candidate that is picked gets the weight u/π = 1/c.
+
+Replacing a hypothesis by its extensions never makes Σ min(1, c u) smaller. So, in a design that
+meets the targets exactly, c never grows from step to step, and a sequence of T steps is in the beam
+with probability min(1, c_T p).
 """
 
 from __future__ import annotations
@@ -24,47 +26,51 @@ from cpsbs.conditional_poisson.population import finite_or_zero
 from cpsbs.scores.candidates import Candidates
 
 FORBIDDEN = 1e12
-"""Difference of log-probabilities beyond which float64 no longer holds four digits of log c."""
+"""Candidates whose log-probabilities are so far below the largest count as impossible: float64
+holds less than four digits of log c then."""
 
 
 @dataclass(frozen=True)
 class Targets:
-    """The inclusion probabilities to aim at, for R sources with P parents and V tokens each.
+    """The target inclusion probabilities for R sources with P parents and V tokens each.
 
-    What a candidate is worth is given relative to the K-th largest: e^{log u − reference}.
+    Weights u and the factor c are relative to the K-th largest weight, e^reference, because u
+    itself may be too small for a float.
     """
 
     offset: Tensor
-    """[R, P] log u of a candidate is its score plus this."""
+    """[R, P] what is added to the score of a candidate to get log u."""
     reference: Tensor
-    """[R] the K-th largest log u."""
+    """[R] log u of the K-th largest candidate."""
     index: Tensor
-    """[R, K] the K largest candidates, descending."""
-    worth: Tensor
-    """[R, K] what they are worth, relative."""
+    """[R, K] the K candidates of largest weight, in descending order."""
+    largest: Tensor
+    """[R, K] their weights u, relative to e^reference."""
     heavy: Tensor
-    """[R] how many of them are certain."""
+    """[R] how many of them are heavy."""
     scale: Tensor
-    """[R] c, relative."""
+    """[R] c, relative to e^−reference: the target of a light candidate is scale times its relative
+    weight."""
     chunk_sums: Tensor
-    """[R, P, C] what chunks of the other candidates are worth, relative."""
+    """[R, P, C] the sums of the relative weights of all other candidates, chunk by chunk."""
     chunk: int
-    """How many tokens a chunk has."""
+    """The number of tokens in a chunk."""
     few: Tensor
-    """[R] sources with no more than K candidates, whose targets mean nothing."""
+    """[R] whether the source has no more than K candidates; its targets are then meaningless."""
 
     @property
     def log_scale(self) -> Tensor:
-        """[R] log c."""
+        """Return [R] log c."""
         return self.scale.log() - self.reference
 
 
 def find_targets(candidates: Candidates, k: int) -> Targets:
-    """For sources with more than K candidates; ``few`` says which have not.
+    """Return the targets of sources with more than K candidates; ``few`` marks the others.
 
-    Everything but the K largest is light, because c u < 1 for all but K of them; how many of those
-    K are heavy is seen from the sums of what is left without them, each from smallest to largest,
-    so that no digits are lost where a few candidates have nearly all the weight.
+    All but the K largest candidates are light, because at most K have c u ≥ 1. How many of the K
+    largest are heavy follows from the sums of the weights without them, each summed from the
+    smallest to the largest, so that no digits are lost where a few candidates have nearly all the
+    weight.
     """
     assert candidates.log_inclusion is not None
     sources, parents, _ = candidates.shape
@@ -76,14 +82,14 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
     chunk_sums = candidates.chunks.masses(offset - reference[:, None], known, 1)[0]
     chunk_sums = chunk_sums.view(sources, parents, -1)
     chunk = candidates.chunks.length
-    worth = (values - reference[:, None]).clamp_(max=700.0).exp_()
+    largest = (values - reference[:, None]).clamp_(max=700.0).exp_()
     rest = chunk_sums.sum((1, 2))
-    # left[:, h] is worth all but the h largest.
-    left = worth.flip(-1).cumsum(-1).flip(-1) + rest[:, None].clamp(min=2.0**-1000)
-    count = torch.arange(k, 0, -1, dtype=worth.dtype, device=worth.device)
-    light = worth * count < left
+    # left[:, h] is the total weight without the h largest candidates.
+    left = largest.flip(-1).cumsum(-1).flip(-1) + rest[:, None].clamp(min=2.0**-1000)
+    count = torch.arange(k, 0, -1, dtype=largest.dtype, device=largest.device)
+    light = largest * count < left
     heavy = light.long().cumsum(-1).eq(0).sum(-1)
     scale = (count / left).gather(-1, heavy.clamp(max=k - 1)[:, None])[:, 0]
-    # Tokens that a model forbids by a large negative number count as none.
+    # Tokens that a model forbids by a large negative score are no candidates.
     few = (rest == 0) | (values[:, 0] - values[:, -1] > FORBIDDEN)
-    return Targets(offset, reference, index, worth, heavy, scale, chunk_sums, chunk, few)
+    return Targets(offset, reference, index, largest, heavy, scale, chunk_sums, chunk, few)

@@ -1,4 +1,8 @@
-"""The K most probable candidates: beam search, and greedy search for K = 1."""
+"""Beam search: the K most probable candidates at every step (greedy search for K = 1).
+
+Nothing is random, so most sequences have no chance to be picked, and the beams have no weights for
+estimates. They show the most probable sequences.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +20,20 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TopK(Design):
-    """Beam search (eq:beam_subset). Nothing is random, and nothing is known of inclusion."""
+    """Beam search (eq:beam_subset)."""
 
     name = "top-k"
     summary = "beam search; nothing is random"
     estimates = False
 
     def recordable(self, k: int) -> bool:
-        """Return True: a selection never synchronises with the host."""
+        """Return True, because selecting never synchronises with the host."""
         return True
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """The K candidates with the largest probability."""
+        """Pick the K most probable candidates."""
         here = min(k, candidates.shape[1] * candidates.shape[2])
         values, index = candidates.chunks.largest(candidates.offset, here)
         missing = (0, k - here)
@@ -37,7 +41,7 @@ class TopK(Design):
 
 
 def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """[B, K] the largest of the values [B, N] and their places; -inf where N is less than K."""
+    """Return [B, K] the largest of the values [B, N] and their places; -inf where N < K."""
     here = min(k, values.shape[-1])
     top = torch.topk(values, here, dim=-1)
     return pad(top.values, (0, k - here), value=-math.inf), pad(top.indices, (0, k - here))

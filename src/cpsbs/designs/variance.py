@@ -1,14 +1,19 @@
-"""The error of an estimate from one beam, where joint inclusion probabilities tell it.
+"""The error of an estimate from a single beam, and its unbiased estimate by joint inclusion.
 
-With the joint probabilities along the path, Σ_{y,y'} p(y) p(y') / π(y, y') · f(y) f(y') is unbiased
-for (E f)² if every two sequences can come together, so that G² minus that is unbiased for Var G,
-G = Σ w f. It can come out negative; there is then no standard error. A calibrated step that has a
-single place for light candidates never takes two of them; for f ≥ 0 its variance is then
-overestimated.
+The estimate is G = Σ_{y ∈ Y} w(y) f(y), and its error is random only through the beam Y. With the
+joint inclusion probabilities π(y, y') along the path,
 
-Normalised estimates take the same with f − G for f, over Σ w (linearisation). That rests on
-Σ_{y,y'} p p'/π(y, y'), which is the square of Σ w in expectation: where it is less than half of it,
-the beam does not know its error, and none is given.
+    G² − Σ_{y, y' ∈ Y} p(y) p(y') / π(y, y') · f(y) f(y')
+
+is an unbiased estimate of Var G if every two sequences can be in a beam together, because the
+double sum is then unbiased for (E f)² (Horvitz and Thompson, 1952). It can come out negative; there
+is then no standard error. A calibrated step that has a single place left for light candidates never
+picks two of them; for f ≥ 0 the estimate is then too large.
+
+Normalised estimates use the same formula with f − G in the place of f and w / Σ w in the place of w
+(linearisation). That relies on Σ p p' / π(y, y'), whose expectation is one and which estimates the
+square of Σ w: where it is less than half of (Σ w)², the pairs in the beam say too little, and no
+variance is given.
 
 A design that knows its error in another way overrides ``Design.variance``.
 """
@@ -22,19 +27,19 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-20
-"""Variances below this, relative to the square of the value, are the rounding of numbers that
+"""A variance of at most this, relative to the square of the estimate, is rounding of terms that
 agree."""
 
 
-class Drawn(Protocol):
-    """K sequences for each of B sources, as far as an error estimate looks at them.
+class DrawnSequences(Protocol):
+    """K drawn sequences for each of B sources: the part of ``Beams`` that error estimates read.
 
-    ``cpsbs.Beams`` is one; designs know nothing of the search that made it.
+    It is a protocol because designs know nothing of the search that makes the beams.
     """
 
     @property
     def k(self) -> int:
-        """K."""
+        """K, the number of places in a beam."""
         ...
 
     @property
@@ -49,53 +54,41 @@ class Drawn(Protocol):
 
     @property
     def log_inclusion(self) -> Tensor | None:
-        """[B, K] log of the inclusion probability, if the design has one."""
+        """[B, K] log of the inclusion probability, if the design knows it."""
         ...
 
     @property
     def joint_log_inclusion(self) -> Tensor | None:
-        """[B, K, K] the same of pairs, if it was asked for."""
+        """[B, K, K] log of the joint inclusion probability, if the search was asked for it."""
         ...
 
 
-def weighted(weight: Tensor, values: Tensor, scale: Tensor | None) -> Tensor:
-    """Return the terms w f / scale [B, K, d] of an estimate."""
-    terms = weight[..., None] * values
-    return terms if scale is None else terms / scale[:, None]
-
-
-def no_freedom(weight: Tensor) -> Tensor:
-    """Return [B] infinitely many degrees of freedom: the variance is not a sample variance."""
+def infinite_freedom(weight: Tensor) -> Tensor:
+    """Return [B] infinite degrees of freedom, for a variance that is no sample variance."""
     return torch.full((len(weight),), math.inf, device="cpu")
 
 
 def joint_variance(
-    beams: Drawn,
+    drawn: DrawnSequences,
     joint_log_inclusion: Tensor,
     weight: Tensor,
     values: Tensor,
-    unit: Tensor,
-    scale: Tensor | None,
+    log_norm: Tensor | None,
 ) -> Tensor:
-    """Return [B, d] the estimate of Var G by joint inclusion; NaN where the beam does not know it.
+    """Return [B, d] the variance by joint inclusion; NaN where the beam does not tell it.
 
     The other arguments are those of ``Design.variance``.
     """
-    terms = weighted(weight, values, scale)
-    log_pair = beams.log_prob[:, :, None] + beams.log_prob[:, None, :] - 2 * unit[:, None, None]
-    both = beams.present[:, :, None] & beams.present[:, None, :]
+    log_pair = drawn.log_prob[:, :, None] + drawn.log_prob[:, None, :]
+    if log_norm is not None:
+        log_pair = log_pair - 2 * log_norm[:, None, None]
+    both = drawn.present[:, :, None] & drawn.present[:, None, :]
     ratio = torch.where(both, log_pair - joint_log_inclusion, -math.inf).exp()
-    if scale is not None:
-        ratio = ratio / scale[:, None].square()
     square = torch.einsum("bij,bid,bjd->bd", ratio, values, values)
-    variance = terms.sum(1).square() - square
-    # Where nothing was left out nothing is random, and the difference is rounding.
+    variance = (weight[..., None] * values).sum(1).square() - square
+    # Where every pick was certain, the difference of the two is rounding.
     magnitude = torch.einsum("bij,bid,bjd->bd", ratio, values.abs(), values.abs())
     variance = torch.where(variance.abs() < 1e-12 * magnitude, 0.0, variance)
-    if scale is None:
-        # All taken for certain, and yet not all that there is: it does not know what is left.
-        total = (weight * unit.exp()[:, None]).sum(-1, keepdim=True)
-        known = (variance != 0) | ((total - 1).abs() < 1e-6)
-    else:
-        known = (ratio.sum((1, 2)) >= 0.5)[:, None]
-    return torch.where(known, variance, math.nan)
+    if log_norm is None:
+        return variance
+    return torch.where((ratio.sum((1, 2)) >= 0.5)[:, None], variance, math.nan)

@@ -1,6 +1,12 @@
-"""From beams to expectations.
+"""From beams to expectations, with their errors.
 
-``estimate`` weights f of the sequences, ``uncertainty`` says how far off that may be, ``functions``
-has ready-made f, ``inclusion`` estimates the inclusion probability of a sequence over all paths,
-``scoring`` scores given sequences, and ``metrics`` compares texts.
+``estimate`` weights the values of f, ``result`` holds what comes out, ``values`` calls f,
+``weights`` reads the weights and warns of bad ones, and ``uncertainty`` says how far off the result
+may be. ``functions`` has ready-made f, ``inclusion`` estimates the inclusion probability of a
+sequence over all paths of the search, ``scoring`` scores given sequences, and ``metrics`` compares
+texts.
 """
+
+from cpsbs.estimation.weights import WeightWarning
+
+__all__ = ["WeightWarning"]

@@ -3,9 +3,10 @@
     cpsbs.estimate(beams, Entropy())
     cpsbs.estimate(beams, Bleu(references, decode))
 
-Each has a name, and ``of_beams(beams, source, decode)``, which gives f of the source's sequences,
-[n] or [n, d], in the order of ``beams.tokens(source)``; a class of your own with these two works as
-well. ``decode``, from lists of tokens to texts, is what ``estimate`` was given.
+Each has a ``name`` and a method ``of_beams(beams, source, decode)`` that returns f of the source's
+sequences, [n] or [n, d], in the order of ``beams.tokens(source)``; a class of your own with these
+two works as well. ``decode`` is the function from lists of tokens to texts that ``estimate`` was
+given, or None.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpsbs.estimation.estimate import Decode
 from cpsbs.estimation.metrics import sentence_bleu
 from cpsbs.estimation.scoring import divergence, log_prob
+from cpsbs.estimation.values import Decode
 from cpsbs.models.base import SequenceModel
 from cpsbs.search.beams import Beams
 
 
 class Entropy:
-    """H(p) = E[−log p(y)], the conditional model entropy, in nats (§5 of the paper).
+    """The entropy H(p) = E[−log p(y)] of the model given the source, in nats (§5 of the paper).
 
     Args:
-        rao_blackwell: average Σ_t H(p(· | y_<t)) instead of Σ_t −log p(y_t | y_<t). Given the
-            prefix, the first is the mean of the second, so that the expectation is the same; and
-            the search has it in hand (``entropy=True``). The error is usually smaller, by a factor
-            of 1.2 to 5 in docs/estimation.md; not always: where all sequences have the same
-            probability the plain form has none (after Amini, Vieira and Cotterell, 2025).
+        rao_blackwell: whether to average Σ_t H(p(· | y_<t)) instead of Σ_t −log p(y_t | y_<t).
+            Given the prefix, the first is the mean of the second, so that the expectation is the
+            same, and the search computes it with ``entropy=True``. The error is usually smaller, by
+            a factor of 1.2 to 5 in docs/estimation.md, but not always: where all sequences have the
+            same probability, the plain form has no error (after Amini, Vieira and Cotterell, 2025).
     """
 
     def __init__(self, rao_blackwell: bool = False) -> None:
@@ -39,23 +40,25 @@ class Entropy:
         self.name = "entropy, Rao–Blackwellised" if rao_blackwell else "entropy"
 
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
-        """F of the source's sequences, [n]."""
+        """Return [n] f of the source's sequences."""
         here = beams.present[source]
         if not self.rao_blackwell:
             return -beams.log_prob[source][here]
         if beams.entropy is None:
-            raise ValueError("the beams have no entropies of steps; search with entropy=True")
+            raise ValueError("the beams have no step entropies; search with entropy=True")
         return beams.entropy[source][here]
 
 
 class KullbackLeibler:
-    """KL(p ‖ q) = E_p[log p(y) − log q(y)] to another model, in nats.
+    """The divergence KL(p ‖ q) = E_p[log p(y) − log q(y)] from another model q, in nats.
 
     Args:
-        other: makes the model q, for the same sources; called once for each ``Beams``.
-        own: makes the model p again. With it, the Rao–Blackwellised form: Σ_t KL of the next
-            token's distributions instead of Σ_t of the log-ratio of the token.
-        temperature: of q.
+        other: a function without arguments that makes the model q for the same sources; it is
+            called once for each ``Beams``.
+        own: a function that makes the searched model p again. If it is given, the estimate is
+            Rao–Blackwellised: it averages Σ_t KL of the distributions of the next token instead of
+            Σ_t of the log-ratio of the token.
+        temperature: the temperature of q.
     """
 
     def __init__(
@@ -66,14 +69,17 @@ class KullbackLeibler:
     ) -> None:
         for given, argument in ((other, "other"), (own, "own")):
             if given is not None and (hasattr(given, "start") or hasattr(given, "generate")):
-                raise ValueError(f"{argument} is a model; it must be a function that makes one")
+                raise ValueError(
+                    f"{argument} is a model; it must be a function without arguments that makes "
+                    "one, because a model holds the state of one search"
+                )
         self._other, self._own, self._temperature = other, own, temperature
         self.name = f"KL to temperature {temperature}" + (", Rao–Blackwellised" if own else "")
         self._of: Beams | None = None
         self._values = torch.empty(0, device="cpu")
 
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
-        """F of the source's sequences, [n]."""
+        """Return [n] f of the source's sequences."""
         if self._of is not beams:
             self._of, self._values = beams, self._all(beams)
         return self._values[source][beams.present[source]]
@@ -85,21 +91,21 @@ class KullbackLeibler:
 
 
 class Length:
-    """The number of tokens, the one that ends the sequence included."""
+    """The number of tokens in a sequence, including the one that ends it."""
 
     name = "length"
 
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
-        """F of the source's sequences, [n]."""
+        """Return [n] f of the source's sequences."""
         return beams.lengths[source][beams.present[source]].to(torch.float64)
 
 
 class Bleu:
-    """Sentence BLEU against a reference for each source, between 0 and 1 (sacrebleu).
+    """Sentence BLEU against one reference for each source, between 0 and 1, by sacrebleu.
 
     Args:
         references: one text for each source.
-        decode: from lists of tokens to texts, without special tokens:
+        decode: a function from lists of tokens to texts without special tokens, such as
             ``partial(tokenizer.batch_decode, skip_special_tokens=True)``. It may be given to
             ``estimate`` instead.
     """
@@ -113,10 +119,11 @@ class Bleu:
         self._known: dict[tuple[str, str], float] = {}
 
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
-        """F of the source's sequences, [n]."""
+        """Return [n] f of the source's sequences."""
         if len(self._references) != len(beams):
             raise ValueError(
-                f"there are {len(self._references)} references for {len(beams)} sources"
+                f"there are {len(self._references)} references for {len(beams)} sources; there "
+                "must be one for each"
             )
         texts = _texts(beams, source, self._decode or decode)
         reference = self._references[source]
@@ -131,12 +138,13 @@ class Bleu:
 
 
 class Probability:
-    """P(y has a property): E of the indicator.
+    """The probability that a sequence has a property: the expectation of its indicator.
 
     Args:
-        holds: true or false for a list of tokens, or for a text, if ``decode`` is given.
-        name: of the property.
-        decode: from lists of tokens to texts.
+        holds: a function that says whether a list of tokens has the property; or a text, if
+            ``decode`` is given here or to ``estimate``.
+        name: the name of the property.
+        decode: a function from lists of tokens to texts.
     """
 
     def __init__(
@@ -145,7 +153,7 @@ class Probability:
         self._holds, self._decode, self.name = holds, decode, name
 
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
-        """F of the source's sequences, [n]."""
+        """Return [n] f of the source's sequences."""
         sequences: Sequence[Any] = beams.tokens(source)
         if self._decode is not None or decode is not None:
             sequences = _texts(beams, source, self._decode or decode)
@@ -154,9 +162,13 @@ class Probability:
 
 
 def _texts(beams: Beams, source: int, decode: Decode | None) -> list[str]:
+    """Return the texts of a source's sequences."""
     if decode is None:
-        raise ValueError("texts need decode: from lists of tokens to texts, such as batch_decode")
+        raise ValueError(
+            "texts need decode, a function from lists of tokens to texts such as a tokenizer's "
+            "batch_decode"
+        )
     if not callable(decode) or hasattr(decode, "batch_decode"):
-        raise ValueError("decode is a tokenizer; give its batch_decode")
+        raise ValueError("decode is a tokenizer; give its method batch_decode")
     tokens = beams.tokens(source)
-    return decode(tokens) if tokens else []  # a tokenizer may decode nothing to [""]
+    return decode(tokens) if tokens else []  # a tokenizer may decode an empty list to [""]

@@ -1,14 +1,16 @@
-"""π(y), the probability that a search keeps the sequence y (§4.2 of the paper).
+"""Estimates of π(y), the probability that a search keeps the sequence y (§4.2 of the paper).
 
-π(y) is a sum over all paths of the search (eq:monster-inclusion). Three ways to know it:
+π(y) is a sum over all paths of the search (eq:monster-inclusion). There are three ways to estimate
+it:
 
-- **own path**, ``Beams.log_inclusion``: Π_t π_t(y | Y_{t−1}) along the path that was taken. Its
-  reciprocal is an unbiased estimate of 1/π(y), given that y was kept.
-- **naive Monte Carlo** (eq:mc-naive): the share of M independent searches that keep y. Unbiased for
-  π(y), and useless for sequences that rarely come up; one that never did has no estimate.
+- **own path**, ``Beams.log_inclusion``: the product Π_t π_t(y | Y_{t−1}) along the path that was
+  taken. Its reciprocal is an unbiased estimate of 1/π(y), given that y was kept.
+- **naive Monte Carlo** (eq:mc-naive): the share of M independent searches that keep y. It is
+  unbiased for π(y), but useless for sequences that rarely come up: one that never came up has no
+  estimate.
 - **hindsight importance sampling** (eq:is-good): the mean of Π_t π_t(y | Ỹ_{t−1}) over M searches
-  that are forced to keep y, each step drawn from Q given that the prefix of y is in (eq:beam_cp_p).
-  Unbiased for π(y); its reciprocal is consistent.
+  that are forced to keep y, each step drawn from Q given that the prefix of y is picked
+  (eq:beam_cp_p). It is unbiased for π(y), and its reciprocal is consistent.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpsbs.conditional_poisson.inclusion import log_inclusion_at
 from cpsbs.conditional_poisson.population import split
+from cpsbs.conditional_poisson.sampling import log_inclusion_at
 from cpsbs.conditional_poisson.weights import WithForcedItem
 from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
 from cpsbs.designs.conditional_poisson import draw_poisson
@@ -29,28 +31,29 @@ from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
+from cpsbs.search.api import search
 from cpsbs.search.beams import Beams
-from cpsbs.search.recursion import search
 
 Models = Callable[[Tensor], SequenceModel]
-"""From the numbers of some sources [n], each as often as it is named, to a fresh model of them."""
+"""A function from the numbers [n] of some sources, which may repeat, to a fresh model of them."""
 
 
 @dataclass(frozen=True)
 class Inclusion:
-    """Estimates of π(y) for the sequences of some beams."""
+    """Estimates of π(y) for the sequences of beams."""
 
     log_value: Tensor
-    """[B, K] log π(y), to give to ``estimate``; NaN where there is no estimate, or no sequence."""
+    """[B, K] log π(y), to be given to ``estimate``; NaN where there is no estimate or sequence."""
     standard_error: Tensor
-    """[B, K] of π(y); NaN where it is not known."""
+    """[B, K] the standard error of π(y); NaN where it is not known."""
     runs: int
-    """M"""
+    """M, the number of searches."""
     method: str
+    """The name of the method."""
     never: Tensor
-    """[B, K] sequences that came up in none of the runs."""
+    """[B, K] whether the sequence came up in none of the runs."""
     log_runs: Tensor | None = None
-    """[B, K, M] what the runs said one by one, of hindsight importance sampling."""
+    """[B, K, M] the logarithms of the single runs, of hindsight importance sampling."""
 
     def __str__(self) -> str:
         missing = int(self.never.sum())
@@ -64,27 +67,30 @@ def monte_carlo_inclusion(
     models: Models,
     beams: Beams,
     runs: int,
-    design: str | Design = "conditional-poisson",
+    design: str | Design | None = None,
     *,
     generator: torch.Generator | None = None,
     batch_size: int = 64,
 ) -> Inclusion:
-    """The share of independent searches that keep each of the beams' sequences (eq:mc-naive).
+    """Estimate π(y) by the share of independent searches that keep y (eq:mc-naive).
 
     Args:
-        models: from the numbers of some sources, a tensor with as many repeats as searches are run
-            at once, to a model of them: ``lambda i: TransformersModel(model, input_ids=ids[i],
-            attention_mask=mask[i])``.
-        beams: their sequences are looked for; the searches have the same settings.
-        runs: M, for each source.
-        design: the one that the beams were drawn by.
-        generator: for the random numbers.
-        batch_size: how many searches to run at once.
+        models: a function from the numbers of some sources, a tensor with one number for each
+            search that is run at once, to a model of them: ``lambda i: TransformersModel(model,
+            input_ids=ids[i], attention_mask=mask[i])``.
+        beams: the beams whose sequences are looked for, by searches with the same settings.
+        runs: M, the number of searches for each source.
+        design: the design that drew the beams; theirs by default.
+        generator: the generator of the random numbers.
+        batch_size: the number of searches to run at once.
     """
-    chosen = design_named(design)
+    chosen = _design_of(beams, design)
     _check(beams, chosen, runs, batch_size)
     if not chosen.distinct:
-        raise ValueError(f"design is {chosen!r}, which may draw a sequence twice: it has no π")
+        raise ValueError(
+            f"design is {chosen!r}, which may draw a sequence twice; it must be one without "
+            "replacement"
+        )
     hits = torch.zeros_like(beams.log_prob)
     places = [dict(_places(beams, b)) for b in range(len(beams))]
     jobs = torch.arange(len(beams), device=hits.device).repeat_interleave(runs)
@@ -110,25 +116,25 @@ def hindsight_inclusion(
     models: Models,
     beams: Beams,
     runs: int,
-    design: str | Design = "conditional-poisson",
+    design: str | Design | None = None,
     *,
     generator: torch.Generator | None = None,
     batch_size: int = 64,
 ) -> Inclusion:
-    """Hindsight importance sampling (eq:is-good): the mean over searches forced to keep y.
+    """Estimate π(y) by hindsight importance sampling, from searches forced to keep y (eq:is-good).
 
     Args:
         models: as for ``monte_carlo_inclusion``.
-        beams: of conditional Poisson sampling.
-        runs: M, for each sequence.
-        design: the one that the beams were drawn by.
-        generator: for the random numbers.
-        batch_size: how many searches to run at once.
+        beams: beams drawn by conditional Poisson sampling.
+        runs: M, the number of searches for each sequence.
+        design: the design that drew the beams; theirs by default.
+        generator: the generator of the random numbers.
+        batch_size: the number of searches to run at once.
     """
-    chosen = design_named(design)
+    chosen = _design_of(beams, design)
     if not isinstance(chosen, ConditionalPoissonDesign):
         raise ValueError(
-            f"design is {chosen!r}; hindsight importance sampling is for conditional-poisson"
+            f"design is {chosen!r}; hindsight importance sampling is for conditional-poisson only"
         )
     _check(beams, chosen, runs, batch_size)
     source, place = beams.present.nonzero(as_tuple=True)
@@ -152,15 +158,15 @@ def hindsight_inclusion(
 
 
 class Hindsight(DrawingDesign):
-    """Conditional Poisson sampling given that the prefix of a sequence is in: the paper's Q̃.
+    """Conditional Poisson sampling given that the prefix of a sequence is picked: the paper's Q̃.
 
-    A row of the search is forced through one sequence; ``log_inclusion`` of the result is
+    Each source of the search is forced through one sequence. ``log_inclusion`` of the result is
     Σ_t log π_t of that sequence under Q, and -inf for all others.
 
     Args:
-        design: Q.
-        sequences: [rows, T]
-        lengths: [rows]
+        design: the design Q.
+        sequences: [B, T] the sequence that each source is forced through.
+        lengths: [B] their numbers of tokens.
     """
 
     name = "hindsight"
@@ -172,14 +178,14 @@ class Hindsight(DrawingDesign):
         self.design, self._sequences, self._lengths = design, sequences, lengths
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """The empty sequence is a prefix of all."""
+        """Return the number of the source, the step, and that the prefix is on the sequence."""
         number = sources[:, None]
         return {"row": number, "step": torch.zeros_like(number), "on": torch.ones_like(number)}
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """The prefix of the sequence, and K − 1 others."""
+        """Pick the prefix of the sequence, and K − 1 other candidates."""
         selection = super().select(candidates, k, streams, joint)
         state = candidates.state
         on = (selection.index == self._forced(candidates)) & selection.present
@@ -198,21 +204,21 @@ class Hindsight(DrawingDesign):
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Σ_t log π_t of the sequence."""
+        """Return Σ_t log π_t of the sequence, and no weights."""
         assert log_inclusion is not None
         return torch.where(state["on"] > 0, log_inclusion, -math.inf), None
 
     def _forced(self, candidates: Candidates) -> Tensor:
-        """[B, 1] the candidate that is a prefix of the sequence."""
+        """Return [B, 1] the candidate that is a prefix of the sequence."""
         row, step = candidates.state["row"][:, 0], candidates.state["step"][:, 0]
         parent = candidates.state["on"].argmax(-1)
-        ended = step >= self._lengths[row]  # then it offers itself, in the place of token 0
+        ended = step >= self._lengths[row]  # it is then its own candidate, in the place of token 0
         last = self._sequences.shape[-1] - 1
         token = torch.where(ended, 0, self._sequences[row, step.clamp(max=last)])
         return (parent * candidates.shape[-1] + token)[:, None]
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
-        """From Q̃; ``log_inclusion`` is that of the prefix under Q, in every place."""
+        """Draw from Q̃; every place of ``log_inclusion`` has that of the prefix under Q."""
         weights = self.design.candidate_weights(candidates, k)
         forced = self._forced(candidates)
         row = torch.arange(len(forced), device=forced.device)[:, None]
@@ -226,17 +232,17 @@ class Hindsight(DrawingDesign):
 
 
 def monte_carlo_variance(pi: Tensor, runs: int) -> Tensor:
-    """Var π^MC = (π − π²) / M (eq:mc-var)."""
+    """Return Var π^MC = (π − π²) / M (eq:mc-var)."""
     return (pi - pi.square()) / runs
 
 
 def monte_carlo_reciprocal_variance(pi: Tensor, runs: int) -> Tensor:
-    """The asymptotic variance of 1/π^MC, (1/π³ − 1/π²) / M (prop:estimator-2)."""
+    """Return the asymptotic variance of 1/π^MC, (1/π³ − 1/π²) / M (prop:estimator-2)."""
     return (pi**-3 - pi**-2) / runs
 
 
 def hindsight_reciprocal_variance_bound(pi: Tensor, ratio: Tensor, runs: int) -> Tensor:
-    """The bound of prop:is on the asymptotic variance of 1/π^IS, (r − 1) / (M π²).
+    """Return the bound of prop:is on the asymptotic variance of 1/π^IS, (r − 1) / (M π²).
 
     ``ratio`` is r, a bound on Π_t π_t / π over all paths through y.
     """
@@ -246,6 +252,7 @@ def hindsight_reciprocal_variance_bound(pi: Tensor, ratio: Tensor, runs: int) ->
 def _search(
     model: SequenceModel, beams: Beams, design: Design, generator: torch.Generator | None
 ) -> Beams:
+    """Search with the settings that the beams were made with."""
     made = beams.settings
     return search(
         model,
@@ -259,15 +266,21 @@ def _search(
 
 
 def _places(beams: Beams, source: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The sequences of a source, each with its place in the beam."""
+    """Return the sequences of a source, each with its place in the beam."""
     places = beams.present[source].nonzero()[:, 0].tolist()
     return zip(map(tuple, beams.tokens(source)), places, strict=True)
 
 
+def _design_of(beams: Beams, design: str | Design | None) -> Design:
+    """Return the design that is given, or the one that drew the beams."""
+    return design_named(design or beams.made_by or beams.design)
+
+
 def _check(beams: Beams, design: Design, runs: int, batch_size: int) -> None:
+    """Raise a ValueError if the arguments do not go together."""
     made = beams.settings.get("design")
     if made != repr(design):
-        raise ValueError(f"design is {design!r}, but the beams were drawn by {made}")
+        raise ValueError(f"design is {design!r}; it must be that of the beams, which is {made}")
     if runs < 1:
         raise ValueError(f"runs is {runs}; it must be at least 1")
     if batch_size < 1:

@@ -1,4 +1,4 @@
-"""Measures of texts: sentence BLEU, and the diversity of a set of sequences."""
+"""Metrics of texts: sentence BLEU, and the diversity of a set of sequences."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from cpsbs.extras import required
 
 @cache
 def _bleu() -> Any:
+    """Return sacrebleu's metric; making it takes longer than using it."""
     return required("sacrebleu", "metrics").metrics.BLEU(effective_order=True)
 
 
 def sentence_bleu(text: str, reference: str) -> float:
-    """BLEU of one sentence, between 0 and 1, as sacrebleu has it with its defaults."""
+    """Return the BLEU of one sentence, between 0 and 1, by sacrebleu with its defaults."""
     return min(1.0, float(_bleu().sentence_score(text, [reference]).score) / 100)
 
 
 def diversity(sequences: Sequence[Sequence[Hashable]]) -> float:
-    """D = Σ_{n=1…4} different n-grams / n-grams in the sequences (eq:diversity).
+    """Return D = Σ_{n=1…4} (different n-grams) / (n-grams) of the sequences (eq:diversity).
 
-    The paper calls it the average fraction but defines the sum, which is what this is: between 0
-    and 4. Orders without any n-gram count 0.
+    The paper calls it the average fraction but defines the sum, which this follows: it is between 0
+    and 4. Orders of which the sequences have no n-gram count 0.
     """
     total = 0.0
     for n in range(1, 5):

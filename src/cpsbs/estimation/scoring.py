@@ -1,4 +1,4 @@
-"""What a model says of given sequences: teacher forcing through the protocol of the search."""
+"""Log-probabilities of given sequences: teacher forcing through the protocol of the search."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ from torch import Tensor
 
 from cpsbs.models.base import SequenceModel
 from cpsbs.search.beams import Beams
-from cpsbs.search.step import processed
+from cpsbs.search.recursion import processed
 
 
 def log_prob(
     model: SequenceModel, beams: Beams, temperature: float = 1.0, nucleus: float | None = None
 ) -> Tensor:
-    """[B, K] log p(y) of the beams' sequences under a model of the same sources; 0 where empty."""
+    """Return [B, K] log p(y) of the beams' sequences under a model of the same sources.
+
+    It is 0 in empty places.
+    """
     total = torch.zeros_like(beams.log_prob)
     for here, token, log_p in _steps(model, beams, temperature, nucleus):
         total[here] += log_p.gather(-1, token[:, None])[:, 0]
@@ -25,12 +28,18 @@ def log_prob(
 def divergence(
     own: SequenceModel, other: SequenceModel, beams: Beams, temperature: float = 1.0
 ) -> Tensor:
-    """[B, K] Σ_t KL(p(· | y_<t) ‖ q(· | y_<t)) along the beams' sequences.
+    """Return [B, K] Σ_t KL(p(· | y_<t) ‖ q(· | y_<t)) along the beams' sequences.
 
-    ``own`` is the model that was searched, made anew; ``temperature`` is that of ``other``.
+    Args:
+        own: the model p that was searched, made anew.
+        other: the model q.
+        beams: the beams.
+        temperature: the temperature of ``other``.
     """
     if own is other:
-        raise ValueError("own and other are one object; a model holds the state of one search")
+        raise ValueError(
+            "own and other are one object; make two, because a model holds the state of one search"
+        )
     total = torch.zeros_like(beams.log_prob)
     tau, nucleus = beams.settings["temperature"], beams.settings["nucleus"]
     mine = _steps(own, beams, tau, nucleus)
@@ -47,9 +56,11 @@ def divergence(
 def _steps(
     model: SequenceModel, beams: Beams, temperature: float, nucleus: float | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """For each step: [B, K] which sequences take it, [rows] their tokens, [rows, V] log p."""
+    """Yield which sequences [B, K] take each step, their tokens [rows], and log p [rows, V]."""
     if model.sources != len(beams):
-        raise ValueError(f"the model has {model.sources} sources and the beams have {len(beams)}")
+        raise ValueError(
+            f"the model has {model.sources} sources; it must have those of the beams, {len(beams)}"
+        )
     scores = model.start()
     row = torch.arange(len(beams), device=scores.device)[:, None].expand(beams.log_prob.shape)
     for t in range(beams.sequences.shape[-1]):

@@ -1,16 +1,16 @@
-"""The error of an estimate, from the one beam that it rests on.
+"""The error of an estimate, from the single beam that it rests on, and the error of a mean.
 
-How well a beam knows the variance of G = Σ w f is for its design to say, in ``Design.variance``:
+How well a beam tells the variance of G = Σ w f is for its design to say, in ``Design.variance``:
 
-- conditional Poisson and calibrated: by the joint inclusion probabilities along the path, if the
-  search kept them (``joint=True``); see ``cpsbs.designs.variance``.
-- stochastic beam search, K ≥ 2: by the threshold, given which the terms of G are uncorrelated.
-- independent samples: their variance over K.
-- stratified: as if the light picks were independent, which is usually on the safe side.
+- ``conditional-poisson`` and ``calibrated`` need the joint inclusion probabilities along the path,
+  which the search keeps with ``joint=True``; see ``cpsbs.designs.variance``.
+- ``gumbel-top-k`` with K ≥ 2 uses the threshold, given which the terms of G are uncorrelated.
+- ``independent`` uses the variance of its K samples over K.
+- ``stratified`` takes its light picks for independent, which is usually on the safe side.
+- ``arithmetic`` and ``sum-and-sample`` rest on one random draw for the whole beam, so that a single
+  beam tells nothing; pass a list of independent beams to ``estimate``.
 
-Arithmetic sampling and sum-and-sample rest on one random draw for the whole beam, and only repeated
-beams tell their error: pass a list of them. How well all this covers is measured in
-docs/estimation.md.
+docs/estimation.md measures how often the resulting intervals cover the truth.
 """
 
 from __future__ import annotations
@@ -18,29 +18,79 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
+import torch
 from torch import Tensor
 
-from cpsbs.designs.variance import no_freedom
+from cpsbs.designs.variance import ROUNDING, infinite_freedom
 from cpsbs.search.beams import Beams
 
 
 def one_beam_variance(
-    beams: Beams, weight: Tensor, values: Tensor, unit: Tensor, scale: Tensor | None
+    beams: Beams, weight: Tensor, values: Tensor, log_norm: Tensor | None, value: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Return the design's estimate of the variance of Σ w f / scale, and its degrees of freedom.
+    """Return the design's estimate of the variance of the estimate, and its degrees of freedom.
 
-    Beams that do not know the design that made them have no error of their own. The arguments are
-    those of ``Design.variance``.
+    The variance is NaN where it is zero or rounding: terms that agree do not tell how much others
+    would differ. Beams that do not know the design that made them tell no error.
+
+    Args:
+        beams: one beam of each source.
+        weight: as for ``Design.variance``.
+        values: as for ``Design.variance``.
+        log_norm: as for ``Design.variance``.
+        value: [B, d] the estimate.
     """
     if beams.made_by is None:
-        return None, no_freedom(weight)
-    return beams.made_by.variance(beams, weight, values, unit, scale)
+        return None, infinite_freedom(weight)
+    variance, freedom = beams.made_by.variance(beams, weight, values, log_norm)
+    if variance is not None:
+        vanishes = variance.abs() <= ROUNDING * value.square()
+        variance = torch.where(vanishes, math.nan, variance)
+    return variance, freedom
+
+
+def mean_variance(
+    variance: Tensor | None, freedom: Tensor, exact: Tensor
+) -> tuple[Tensor | None, Tensor, int]:
+    """Return the variance of the mean of B independent estimates.
+
+    That is Σ_b v_b / B². Estimates whose variance is not known are taken to have the average
+    variance of those that have one and are not exact. Variances that came out negative enter the
+    sum as they are, because leaving out the smallest of several unbiased estimates would bias it.
+
+    Args:
+        variance: [B] or [B, d] the variances v_b, NaN where they are not known; None if none is.
+        freedom: [B] their degrees of freedom.
+        exact: [B] whether the estimate has no error.
+
+    Returns:
+        [1] or [1, d] the variance of the mean, or None if it is not known; [1] its degrees of
+        freedom, (Σ v)² / Σ (v² / ν) after Welch and Satterthwaite, the smallest if f is a vector;
+        and how many of the B variances are known.
+    """
+    infinite = torch.full((1,), math.inf, device="cpu")
+    if variance is None:
+        return None, infinite, 0
+    count = len(variance)
+    table = variance.reshape(count, -1).cpu()
+    known = ~table.isnan().any(-1)
+    random, unknown = known & ~exact, count - int(known.sum())
+    if unknown and not bool(random.any()):
+        return None, infinite, count - unknown
+    part = table[random]
+    total = part.sum(0)
+    if unknown:
+        total = total + unknown * part.mean(0)
+    noise = (part.square() / freedom[random][:, None]).sum(0)
+    found = torch.where(noise > 0, part.sum(0).square() / noise, math.inf).amin(0, keepdim=True)
+    mean = (total / count**2).reshape(1, *variance.shape[1:]).to(variance.device)
+    return mean, found.floor().clamp(min=1), count - unknown
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """The quantile of Student's t with this many degrees of freedom, a whole number or inf.
+    """Return the quantile of Student's t with this many degrees of freedom, an integer or inf.
 
-    By bisection on the distribution function, which for whole numbers is a finite sum in
+    It is found by bisection on the distribution function, which for integers is a finite sum in
     θ = arctan(t/√ν) (Abramowitz and Stegun, 26.7.3 and 26.7.4).
     """
     if freedom > 1000:
@@ -56,7 +106,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def _student_centre(theta: float, freedom: int) -> float:
-    """P(|T| < √ν tan θ)."""
+    """Return P(|T| < √ν tan θ)."""
     sine, cosine = math.sin(theta), math.cos(theta)
     odd = freedom % 2
     term, total = (cosine if odd else 1.0), 0.0

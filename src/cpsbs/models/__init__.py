@@ -1,4 +1,8 @@
-"""Sequence models: the contract (``base``), a check of it (``checks``), and adapters."""
+"""Models: where the scores of the next token come from.
+
+``base`` defines what the search asks of a model, and ``cpsbs.check_model`` checks one. ``table``,
+``function`` and ``transformers`` are models.
+"""
 
 from cpsbs.models.base import FixedRowModel, SequenceModel, StoppingModel
 from cpsbs.models.function import FunctionModel

@@ -1,29 +1,32 @@
-"""What the search asks of a model: scores of the next token, for rows of prefixes.
+"""The contract between the search and a model: scores of the next token, for rows of prefixes.
 
 A model holds the prefixes itself, because only it knows what to keep of them (a KV cache, say). It
 starts with one row for each source. Each step names, for every new row, which of the previous rows
 it extends, and by which token. The model may forget rows that no new row extends.
 
-``SequenceModel`` is all that a model must have. Two more protocols are optional: ``StoppingModel``
-for models that end a sequence for another reason than its last token, and ``FixedRowModel`` for
-models that are faster when every source always has K rows. ``cpsbs.check_model`` tells whether a
-model of your own keeps these contracts.
+Every model must be a ``SequenceModel``. Two more protocols are optional: ``StoppingModel`` for
+models that end a sequence for another reason than its last token, and ``FixedRowModel`` for models
+that are faster when every source always has K rows. ``cpsbs.check_model`` checks whether a model of
+your own keeps these contracts; ``examples/own_model.py`` is a complete one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from cpsbs.backends import Backend
+
 
 class SequenceModel(Protocol):
-    """A distribution over token sequences for each of some sources.
+    """A distribution over token sequences for each of one or more sources.
 
-    Rows stand in the order of their sources. A source starts with one row and may later have
-    several, also with the same prefix, or none any more.
+    Rows are in the order of their sources. A source starts with one row. Later it may have several,
+    some with the same prefix, or none.
     """
 
     @property
@@ -33,7 +36,7 @@ class SequenceModel(Protocol):
 
     @property
     def vocab_size(self) -> int:
-        """V, the number of tokens; the search reads it after ``start``."""
+        """V, the size of the vocabulary; the search reads it after ``start``."""
         ...
 
     @property
@@ -43,7 +46,7 @@ class SequenceModel(Protocol):
 
     @property
     def pad(self) -> int:
-        """The token that fills up a sequence behind its end."""
+        """The token that fills up a sequence after its end."""
         ...
 
     @property
@@ -54,8 +57,8 @@ class SequenceModel(Protocol):
     def start(self) -> Tensor:
         """Return [sources, V] scores of the first token; their softmax is its distribution.
 
-        The search calls it once, first of all. A second call begins anew, or raises a ValueError
-        if the model is good for one search only.
+        The search calls it once, before anything else. A second call begins anew, or raises a
+        ValueError if the model is good for one search only.
         """
         ...
 
@@ -63,8 +66,8 @@ class SequenceModel(Protocol):
         """Return [rows, V] scores of the next token.
 
         Args:
-            parent: [rows] which of the previous rows each row extends.
-            token: [rows] the token by which it extends it.
+            parent: [rows] the previous row that each row extends.
+            token: [rows] the token by which each row extends it.
         """
         ...
 
@@ -74,27 +77,29 @@ class StoppingModel(SequenceModel, Protocol):
     """A model that may end a sequence for another reason than its last token."""
 
     def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
-        """Return [rows] whether each extension ends there, or None if none does.
+        """Return [rows] whether each extension ends its sequence, or None if none does.
 
-        The search asks before ``advance``, which then gets only the rows that go on.
+        The arguments are those of ``advance``, which the search then calls with only the rows that
+        go on.
         """
         ...
 
 
 @runtime_checkable
 class FixedRowModel(SequenceModel, Protocol):
-    """A model that can keep K rows for every source, also for hypotheses that have ended.
+    """A model that can keep K rows for every source, even when hypotheses have ended.
 
     On a GPU that saves host–device synchronisation: the shapes stay the same, so that a step can be
     recorded as a CUDA graph, and sources of other models can take the places of those that have
     ended (continuous batching).
     """
 
-    def fix_rows(self, k: int, steps: int) -> bool:
+    def fix_rows(self, k: int, steps: int, backend: Backend) -> bool:
         """Give every source K rows, if that is possible, and return whether it was.
 
         The search asks after ``start``. If the answer is yes, it calls ``step`` instead of
-        ``advance``, for at most ``steps`` more tokens.
+        ``advance``, for at most ``steps`` more tokens. ``backend`` is the one that the search has
+        chosen; a model may ask it for ``fixed_steps``.
         """
         ...
 
@@ -102,9 +107,9 @@ class FixedRowModel(SequenceModel, Protocol):
         """Return [b·K, V] scores of the next token, which the search may overwrite.
 
         Args:
-            parent: [b, K] which of its source's rows, 0 … K − 1, each row extends. At first these
-                rows are all alike.
-            token: [b, K] the token by which it extends it.
+            parent: [b, K] the row of its source, 0 … K − 1, that each row extends. Before the first
+                step these rows are all the same.
+            token: [b, K] the token by which each row extends it.
         """
         ...
 
@@ -124,8 +129,8 @@ class FixedRowModel(SequenceModel, Protocol):
         """Let the sources of a model that ``admits`` has accepted take these places."""
         ...
 
-    def rest(self, places: list[int]) -> None:
-        """Take note that the search needs the sources in these places no more."""
+    def retire(self, places: list[int]) -> None:
+        """Note that the search no longer needs the sources in these places."""
         ...
 
     def release(self) -> None:
@@ -140,12 +145,12 @@ def eos_tokens(model: SequenceModel) -> tuple[int, ...]:
 
 
 def check_scores(scores: object, rows: int, model: SequenceModel, call: str) -> Tensor:
-    """Return the scores if they are what a method of the model must return.
+    """Return the scores, or raise a ValueError if a method of the model must not return them.
 
     Args:
-        scores: [rows, V] in floating point, on the model's device.
-        rows: how many rows were asked for.
-        model: the model that returned them.
+        scores: what must be [rows, V] floating-point numbers on the model's device.
+        rows: the number of rows that were asked for.
+        model: the model that returned the scores.
         call: the name of the method that returned them, for the message.
     """
     for fault in score_faults(scores, rows, model, f"model.{call}()"):
@@ -155,7 +160,7 @@ def check_scores(scores: object, rows: int, model: SequenceModel, call: str) -> 
 
 
 def check_stops(stopped: object, rows: int) -> Tensor | None:
-    """Return what ``model.stops()`` returned, if it is what it must return for so many rows."""
+    """Return what ``model.stops()`` returned, or raise a ValueError if it must not return that."""
     if stopped is None:
         return None
     if not isinstance(stopped, Tensor):
@@ -170,9 +175,9 @@ def check_stops(stopped: object, rows: int) -> Tensor | None:
 
 
 def score_faults(scores: object, rows: int, model: SequenceModel, whose: str) -> Iterator[str]:
-    """Yield a sentence for everything about the scores that can be told without reading them.
+    """Yield a sentence for every fault of the scores that can be told without reading them.
 
-    Reading them would make a host wait for its GPU. ``whose`` names what returned the scores.
+    Reading them would synchronise the host with the GPU. ``whose`` names what returned the scores.
     """
     if not isinstance(scores, Tensor):
         kind = type(scores).__name__

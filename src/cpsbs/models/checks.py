@@ -1,16 +1,15 @@
-"""A check for models: does one keep the contract that the search relies on?
+"""``check_model``: whether a model keeps the contract that the search relies on.
 
-For people who write their own; our tests run it on every model we ship.
+It is for people who write a model of their own; our tests run it on every model we ship.
 
 A search drops rows, reorders them, repeats them and gives a source several of them. The check does
 all of that to a model on a small random tree of prefixes. It then asks for the same prefixes again
-in other layouts of rows: after the same prefix the scores must be the same, wherever its row is.
+in other layouts of rows: after the same prefix the scores must be the same, whichever row it is in.
 """
 
 from __future__ import annotations
 
 import random
-import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpsbs.backends import backend_for
 from cpsbs.models.base import (
     FixedRowModel,
     SequenceModel,
@@ -27,33 +27,26 @@ from cpsbs.models.base import (
     eos_tokens,
     score_faults,
 )
+from cpsbs.models.layouts import (
+    Row,
+    Step,
+    as_tensors,
+    different_rows,
+    extended,
+    extension_to,
+    first_rows,
+    shuffled,
+    single_rows,
+    steps_through,
+)
+from cpsbs.models.members import is_factory, member_faults, token_faults
 
 TOLERANCE = 1e-3
-"""Largest total variation distance of two distributions that count as equal. Other layouts of rows
-change the last digits of a score: in float32 that is a distance of about 1e-5."""
+"""The largest total variation distance of two distributions that count as equal. Another layout of
+rows changes the last digits of a score: in float32 that is a distance of about 1e-5."""
 
 ROUNDS = 4
-"""How many random trees of prefixes are looked at, because one may happen to hide a fault."""
-
-MEMBERS = {
-    "sources": "the number of sources, an int from 1 on",
-    "vocab_size": "the size V of the vocabulary, an int",
-    "eos": "the token that ends a sequence, or a sequence of such tokens, which may be empty",
-    "pad": "the token that fills up a sequence behind its end, an int",
-    "device": "the torch.device of the scores",
-    "start": "a method that returns the scores [sources, V] of the first token",
-    "advance": "a method of parent [rows] and token [rows] that returns the scores [rows, V]",
-}
-"""What a model must have, and what each of these must be."""
-
-FIXED = ("step", "memo", "keep_sources", "admits", "join", "rest", "release")
-"""What a model must have in addition if it has ``fix_rows``."""
-
-Row = tuple[int, tuple[int, ...]]
-"""A source, and a prefix."""
-
-Step = list[tuple[int, int]]
-"""For each new row the previous row that it extends, and the token."""
+"""How many random trees of prefixes are tried, because one may happen to hide a fault."""
 
 
 def check_model(
@@ -64,22 +57,28 @@ def check_model(
 ) -> None:
     """Check that a model keeps the contract of ``SequenceModel``, and report all faults at once.
 
-    Checked are: that all attributes are there and of the right kind, with ``eos`` and ``pad``
-    inside the vocabulary; the shape, dtype and device of all scores, and that they are finite or
-    -inf, and not all -inf; that a second ``start()`` begins anew, or raises a ValueError; that the
-    tensors given to the model stay as they are; and that scores depend on nothing but the source
-    and the prefix (up to rounding: check a model of half precision in float32). The usual fault
-    here is a model that ignores ``parent``. If the model has ``stops`` or ``fix_rows``, these are
-    checked too.
+    The model must
+
+    - have all members of ``SequenceModel``, of the right kind, with ``eos`` and ``pad`` inside the
+      vocabulary;
+    - return scores of the right shape, dtype and device, each finite or -inf, and not all -inf;
+    - begin anew at a second ``start()``, or raise a ValueError;
+    - leave the tensors that it is given as they are;
+    - return scores that depend on nothing but the source and the prefix, up to rounding (check a
+      model of half precision in float32). The usual fault here is a model that ignores ``parent``;
+    - if it has ``stops``, return from it what ``StoppingModel`` says;
+    - if it has ``fix_rows``, have all methods of ``FixedRowModel``, and return the same scores with
+      a fixed number of rows, also for sources that joined from another model.
 
     Args:
         model: the model, if possible with two different sources or more; or a function without
             arguments that makes one. A model that is good for one search only, such as
-            ``TransformersModel``, can be checked completely only if there is such a function.
+            ``TransformersModel``, can be checked completely only through such a function; so can
+            ``join`` of a model with fixed rows.
         k: K, the number of rows that a source may have.
-        max_length: the most tokens of a sequence, as in a search: the model is asked for the
-            scores of so many tokens, one after the other.
-        seed: decides which prefixes the model is asked about.
+        max_length: the largest number of tokens in a sequence, as in a search: the model is asked
+            for the scores of that many tokens, one after the other.
+        seed: the seed of the random choice of prefixes.
 
     Raises:
         ValueError: with a line for every fault.
@@ -95,43 +94,43 @@ def check_model(
 
 
 class _Stop(Exception):  # noqa: N818, it is no error of its own
-    """Ends the check at a fault after which the model cannot be asked any further."""
+    """The end of the check, at a fault after which the model cannot be asked any further."""
 
 
 class _Check:
-    """The faults of a model, and what is known of its distribution."""
+    """One check of a model: the faults found so far, and the known scores of its prefixes."""
 
     def __init__(self, k: int, max_length: int, choices: random.Random) -> None:
         self._k, self._max_length, self._choices = k, max_length, choices
         self.name = "the function that makes the model"
         self._faults: dict[str, str] = {}
-        """Sentences, in the order in which they were found, each by what must be said only once."""
+        """Sentences in the order in which they were found, by a key that allows each only once."""
         self.cause: Exception | None = None
         """The first exception that the model raised."""
         self._known: dict[Row, Tensor] = {}
-        """[V] the scores after each prefix, as they were seen first."""
+        """The scores [V] after each prefix, as they were when it was first seen."""
 
     @property
     def faults(self) -> list[str]:
-        """A sentence for every fault."""
+        """Sentences that name the faults, one each."""
         return list(self._faults.values())
 
     def run(self, given: Any) -> None:
-        """Ask the model for all that a search may ask for."""
-        make = given if _is_factory(given) else None
+        """Ask the model for everything that a search may ask for."""
+        make = given if is_factory(given) else None
         model = self._called("calling it without arguments", make) if make else given
         self.name = type(model).__name__
-        absent = dict(_member_faults(model))
+        absent = dict(member_faults(model))
         self._add(*absent.values())
         if not {"eos", "pad", "fix_rows"}.issuperset(absent):
-            raise _Stop  # without the others there is no way to ask
+            raise _Stop  # without these members the model cannot be asked for scores
         eos = () if "eos" in absent else eos_tokens(model)
         pad = () if "pad" in absent else (model.pad,)
         try:
             steps, seen = self._explore(model, eos)
         finally:
-            # Some models know their vocabulary for certain only when they have started.
-            self._add(*_token_faults(model.vocab_size, eos, pad))
+            # Some models know the size of their vocabulary only after start().
+            self._add(*token_faults(model.vocab_size, eos, pad))
         differs = self._differs(model.sources, steps, seen)
         again = self._startable_again(model, make)
         if again is not None:
@@ -144,14 +143,15 @@ class _Check:
                 "may matter"
             )
         if again is not None and isinstance(model, FixedRowModel):
-            self._check_fixed_rows(again(), _levels(model.sources, steps))
+            self._check_fixed_rows(again, make, different_rows(model.sources, steps))
 
     def _add(self, *faults: str, once: str | None = None) -> None:
+        """Note faults; of all with the same ``once``, only the first."""
         for fault in faults:
             self._faults.setdefault(once or fault, fault)
 
     def _called(self, name: str, function: Callable[..., Any], *given: Any) -> Any:
-        """Call code of the model; an exception is a fault."""
+        """Return the result of code of the model; an exception is a fault and ends the check."""
         try:
             return function(*given)
         except Exception as error:
@@ -162,10 +162,10 @@ class _Check:
     def _startable_again(
         self, model: Any, make: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
-        """Return a function that gives a model to start, if there is a way to have one."""
+        """Return a function that gives a model to start again, or None if there is none."""
         try:
             model.start()
-        except ValueError:  # it is good for one search only, and says so
+        except ValueError:  # the model is good for one search only, and says so
             return make and (lambda: self._called("the function that makes the model", make))
         except Exception as error:
             self.cause = self.cause or error
@@ -176,21 +176,21 @@ class _Check:
             raise _Stop from error
         return lambda: model
 
-    # Walks: start() and some steps.
+    # Walks: start(), and some steps.
 
     def _explore(self, model: Any, eos: tuple[int, ...]) -> tuple[list[Step], list[Tensor]]:
-        """Return the steps of a random walk, and the scores before and after each."""
-        rows, steps = _roots(model.sources), list[Step]()
+        """Return the steps of a random walk, and the scores before the first and after each."""
+        rows, steps = first_rows(model.sources), list[Step]()
         scores = [self._scores(model, "start", rows)]
         for t in range(1, self._max_length):
             step = self._extensions(rows, scores[-1], eos)
-            if t == self._max_length - 1:  # the first source has ended, if there are others
+            if t == self._max_length - 1:  # let the first source end before the others
                 step = [x for x in step if rows[x[0]][0] != rows[step[0][0]][0]] or step
-            step = self._going(model, step)
+            step = self._not_stopped(model, step)
             if not step:
                 break
-            rows = _extended(rows, step)
-            scores.append(self._scores(model, "advance", rows, *_tensors(step, model.device)))
+            rows = extended(rows, step)
+            scores.append(self._scores(model, "advance", rows, *as_tensors(step, model.device)))
             steps.append(step)
         return steps, scores
 
@@ -213,11 +213,11 @@ class _Check:
             step += own
         return step
 
-    def _going(self, model: Any, step: Step) -> Step:
+    def _not_stopped(self, model: Any, step: Step) -> Step:
         """Return the extensions that the model does not stop."""
         if not step or not isinstance(model, StoppingModel):
             return step
-        returned = self._called("model.stops()", model.stops, *_tensors(step, model.device))
+        returned = self._called("model.stops()", model.stops, *as_tensors(step, model.device))
         try:
             stopped = check_stops(returned, len(step))
         except ValueError as error:
@@ -228,20 +228,20 @@ class _Check:
         return [x for x, ends in zip(step, stopped.tolist(), strict=True) if not ends]
 
     def _walk(self, model: Any, steps: list[Step]) -> list[Tensor]:
-        """Return the scores before and after each of these steps."""
-        rows = _roots(model.sources)
+        """Return the scores before the first and after each of these steps."""
+        rows = first_rows(model.sources)
         scores = [self._scores(model, "start", rows)]
         for step in steps:
-            rows = _extended(rows, step)
-            scores.append(self._scores(model, "advance", rows, *_tensors(step, model.device)))
+            rows = extended(rows, step)
+            scores.append(self._scores(model, "advance", rows, *as_tensors(step, model.device)))
         return scores
 
     def _check_repeated(self, model: Any, steps: list[Step], seen: list[Tensor]) -> None:
-        """Stop if the same steps give other scores than those that were seen."""
+        """End the check if the same steps do not give the scores that were seen."""
         try:
             repeated = self._walk(model, steps)
         except _Stop:
-            self._add("it was so after a second start(), which must begin anew")
+            self._add("that happened after a second start(), which must begin anew")
             raise
         if any(_far(x, y).any() for x, y in zip(seen, repeated, strict=True)):
             self._add(
@@ -251,9 +251,9 @@ class _Check:
             raise _Stop
 
     def _scores(self, model: Any, call: str, rows: Sequence[Row | None], *given: Tensor) -> Tensor:
-        """Return [rows, V] what a method of the model returned, and add all faults of it.
+        """Return the scores [rows, V] that a method of the model returns, and note their faults.
 
-        The scores of a row that is None mean nothing.
+        The scores of a row that is None are not read.
         """
         before = [x.clone() for x in given]
         name = f"model.{call}()"
@@ -264,7 +264,7 @@ class _Check:
         self._add(*score_faults(scores, len(rows), model, name))
         readable = isinstance(scores, Tensor) and scores.shape == (len(rows), model.vocab_size)
         if not readable or scores.is_complex() or scores.device.type == "meta":
-            raise _Stop  # with another wrong dtype one can go on
+            raise _Stop  # other wrong dtypes can be read
         values: Tensor = scores.to("cpu", torch.float64, copy=True)
         for row, value in zip(rows, values, strict=True):
             if row is not None:
@@ -275,21 +275,21 @@ class _Check:
 
     def _differs(self, sources: int, steps: list[Step], scores: list[Tensor]) -> Row | None:
         """Return a row whose scores are not those that its prefix had before, if there is one."""
-        rows = _roots(sources)
-        found = [self._news(rows, scores[0])]
+        rows = first_rows(sources)
+        found = [self._differing(rows, scores[0])]
         for step, after in zip(steps, scores[1:], strict=True):
-            rows = _extended(rows, step)
-            found.append(self._news(rows, after))
+            rows = extended(rows, step)
+            found.append(self._differing(rows, after))
         return next(filter(None, found), None)
 
     def _differs_elsewhere(
         self, again: Callable[[], Any], sources: int, steps: list[Step], eos: tuple[int, ...]
     ) -> Row | None:
-        """The same for other layouts of the rows after these steps, and for other walks."""
+        """Return such a row after these steps in other layouts, or after other walks, if any."""
         for _ in range(ROUNDS):
-            levels = _levels(sources, steps)
-            for layout in (self._shuffled(levels), *_one_row_each(levels)):
-                other = self._steps(sources, layout)
+            layouts = different_rows(sources, steps)
+            for layout in (shuffled(layouts, self._k, self._choices), *single_rows(layouts)):
+                other = steps_through(layout, sources, self._choices)
                 differs = self._differs(sources, other, self._walk(again(), other))
                 if differs is not None:
                     return differs
@@ -299,51 +299,47 @@ class _Check:
                 return differs
         return None
 
-    def _news(self, rows: Sequence[Row | None], scores: Tensor) -> Row | None:
-        """The same for the rows after one step; prefixes that are new become known."""
+    def _differing(self, rows: Sequence[Row | None], scores: Tensor) -> Row | None:
+        """Return such a row after one step, if any; the scores of new prefixes become known."""
         here = [(row, value) for row, value in zip(rows, scores, strict=True) if row is not None]
         return next((r for r, x in here if _far(self._known.setdefault(r, x), x)), None)
 
-    def _shuffled(self, levels: list[list[Row]]) -> list[list[Row]]:
-        """Return the same rows in random order, some of them twice, source by source."""
-        layouts = []
-        for level in levels:
-            layout: list[Row] = []
-            for _, group in groupby(level, key=lambda row: row[0]):
-                own = list(group)
-                own += self._choices.choices(own, k=self._k - len(own))
-                self._choices.shuffle(own)
-                layout += own
-            layouts.append(layout)
-        return layouts
+    def _check_fixed_rows(
+        self, again: Callable[[], Any], make: Callable[[], Any] | None, layouts: list[list[Row]]
+    ) -> None:
+        """Check that ``step`` gives the scores that ``advance`` gave, with joined sources too."""
+        for make_other in (None, make) if make else (None,):
+            model = again()
+            self._scores(model, "start", first_rows(model.sources))
+            given = self._k, len(layouts), backend_for(model.device)
+            if not layouts or not self._called("model.fix_rows()", model.fix_rows, *given):
+                return
+            try:
+                if make_other is not None and not self._joined(model, make_other):
+                    return
+                differs = self._fixed_walk(model, shuffled(layouts, self._k, self._choices))
+            finally:
+                model.release()
+            if differs is not None:
+                after = "after model.join(), " if make_other else ""
+                self._add(
+                    f"{after}model.step() and model.advance() score {_named(differs)} differently"
+                )
+                return
 
-    def _steps(self, sources: int, layouts: list[list[Row]]) -> list[Step]:
-        """Return steps that lead to these rows; each extends any of the rows that it can extend."""
-        rows, steps = _roots(sources), []
-        for layout in layouts:
-            steps.append([self._step_to(row, rows) for row in layout])
-            rows = layout
-        return steps
-
-    def _step_to(self, row: Row, rows: Sequence[Row | None]) -> tuple[int, int]:
-        source, prefix = row
-        same = [i for i, other in enumerate(rows) if other == (source, prefix[:-1])]
-        return self._choices.choice(same), prefix[-1]
-
-    def _check_fixed_rows(self, model: Any, levels: list[list[Row]]) -> None:
-        """Check that ``step`` gives the scores that ``advance`` gave."""
-        self._scores(model, "start", _roots(model.sources))
-        if not levels or not self._called("model.fix_rows()", model.fix_rows, self._k, len(levels)):
-            return
-        try:
-            differs = self._fixed_walk(model, self._shuffled(levels))
-        finally:
-            model.release()
-        if differs is not None:
-            self._add(f"model.step() and model.advance() score {_named(differs)} differently")
+    def _joined(self, model: Any, make: Callable[[], Any]) -> bool:
+        """Let the sources of another model take all places, and return whether they may."""
+        other = self._called("the function that makes the model", make)
+        self._scores(other, "start", first_rows(other.sources))
+        places = list(range(model.sources))
+        self._called("model.retire()", model.retire, places)
+        if not self._called("model.admits()", model.admits, other):
+            return False
+        self._called("model.join()", model.join, places, other)
+        return True
 
     def _fixed_walk(self, model: Any, layouts: list[list[Row]]) -> Row | None:
-        """Return a row that got other scores than before, if there is one."""
+        """Return a row to which ``step`` gives other scores than it had before, if there is one."""
         beams: dict[int, list[Row]] = {s: [(s, ())] * self._k for s in range(model.sources)}
         differs: Row | None = None
         for t, layout in enumerate(layouts):
@@ -353,67 +349,23 @@ class _Check:
                 kept = torch.tensor(left, device=model.device)
                 self._called("model.keep_sources()", model.keep_sources, kept)
                 after = {s: rows for s, rows in after.items() if rows}
-            # A source that has ended goes on by padding, and nobody reads its scores.
+            # A source that has ended goes on with padding, and its scores are not read.
             ended: Step = [(0, model.pad)] * self._k
-            steps = [[self._step_to(row, beams[s]) for row in rows] for s, rows in after.items()]
+            steps = [
+                [extension_to(row, beams[s], self._choices) for row in rows]
+                for s, rows in after.items()
+            ]
             both = torch.tensor([step or ended for step in steps], device=model.device)
             unread: list[Row | None] = [None] * self._k
             rows = [row for own in after.values() for row in own or unread]
             given = both[..., 0].contiguous(), both[..., 1].contiguous()
-            differs = differs or self._news(rows, self._scores(model, "step", rows, *given))
+            differs = differs or self._differing(rows, self._scores(model, "step", rows, *given))
             beams = after
         return differs
 
 
-def _is_factory(given: Any) -> bool:
-    """Return whether this is a function that makes a model, rather than a model."""
-    is_class = isinstance(given, type)
-    return is_class or (callable(given) and set(MEMBERS).isdisjoint(dir(given)))
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_right(name: str, value: Any) -> bool:
-    """Return whether a member of a model is of the right kind."""
-    if name in ("start", "advance"):
-        return callable(value)
-    if name == "device":
-        return isinstance(value, torch.device)
-    if name == "eos" and isinstance(value, Sequence) and not isinstance(value, str):
-        return all(map(_is_int, value))
-    return _is_int(value) and (name != "sources" or value > 0)
-
-
-def _member_faults(model: Any) -> Iterator[tuple[str, str]]:
-    """Yield the name of each member that is missing or of the wrong kind, and a sentence."""
-    for name, what in MEMBERS.items():
-        try:
-            value = getattr(model, name)
-        except AttributeError:
-            yield name, f"model.{name} is missing; it must be {what}"
-        else:
-            if not _is_right(name, value):
-                yield name, f"model.{name} is {reprlib.repr(value)}; it must be {what}"
-    if hasattr(model, "fix_rows") and not isinstance(model, FixedRowModel):
-        absent = ", ".join(f"{name}()" for name in FIXED if not hasattr(model, name))
-        if absent:
-            yield (
-                "fix_rows",
-                f"model.fix_rows() is there, but it needs {absent} too; see FixedRowModel",
-            )
-
-
-def _token_faults(vocab_size: int, eos: Sequence[int], pad: Sequence[int]) -> Iterator[str]:
-    """Yield a sentence for each of the special tokens that is not in the vocabulary."""
-    for name, token in [*(("eos", x) for x in eos), *(("pad", x) for x in pad)]:
-        if not 0 <= token < vocab_size:
-            yield f"model.{name} has the token {token}; tokens are 0 to V - 1 = {vocab_size - 1}"
-
-
 def _number_faults(scores: Tensor, gave: str) -> Iterator[str]:
-    """Yield a sentence if the scores [V] of a row are not those of a distribution."""
+    """Yield a sentence if the scores [V] of a row define no distribution."""
     if bool(scores.isnan().any() | scores.isposinf().any()):
         yield f"{gave} scores that are NaN or inf; they must be finite, or -inf"
     elif bool(scores.isneginf().all()):
@@ -421,42 +373,11 @@ def _number_faults(scores: Tensor, gave: str) -> Iterator[str]:
 
 
 def _far(x: Tensor, y: Tensor) -> Tensor:
-    """Return [...] whether scores [..., V] stand for different distributions."""
+    """Return [...] whether the scores [..., V] define different distributions."""
     return (x.softmax(-1) - y.softmax(-1)).abs().sum(-1) / 2 > TOLERANCE
 
 
 def _named(row: Row) -> str:
+    """Return how a message names a row."""
     source, prefix = row
     return f"the prefix {list(prefix)} of source {source}"
-
-
-def _roots(sources: int) -> list[Row]:
-    """Return the rows after ``start``."""
-    return [(source, ()) for source in range(sources)]
-
-
-def _extended(rows: Sequence[Row], step: Step) -> list[Row]:
-    """Return the rows after a step."""
-    return [(rows[parent][0], (*rows[parent][1], token)) for parent, token in step]
-
-
-def _tensors(step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the parents [rows] and the tokens [rows] of a step."""
-    parent, token = zip(*step, strict=True)
-    return torch.tensor(parent, device=device), torch.tensor(token, device=device)
-
-
-def _levels(sources: int, steps: list[Step]) -> list[list[Row]]:
-    """Return the different rows after each step."""
-    rows, levels = _roots(sources), list[list[Row]]()
-    for step in steps:
-        rows = _extended(rows, step)
-        levels.append(sorted(set(rows)))
-    return levels
-
-
-def _one_row_each(levels: list[list[Row]]) -> Iterator[list[list[Row]]]:
-    """Yield a layout for each source: a single row that goes on as far as any of the source."""
-    deepest = {row[0]: row for level in levels for row in level}
-    for source, prefix in deepest.values():
-        yield [[(source, prefix[:t])] for t in range(1, len(prefix) + 1)]

@@ -1,4 +1,4 @@
-"""Any Python function from prefixes to log-probabilities, as a model."""
+"""A model made of any Python function from prefixes to log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class FunctionModel:
     """A model whose scores of the next token come from a function of the prefix.
 
     Args:
-        next_log_probs: maps prefixes [rows, t] to log-probabilities [rows, V] of the next token (or
-            any scores whose softmax is meant). If it has another parameter called ``source``, it
-            also gets the number of each row's source, [rows]. A partial that has bound ``source``
-            keeps what it has bound.
-        vocab_size: V.
+        next_log_probs: a function from prefixes [rows, t] to log-probabilities [rows, V] of the
+            next token, or any scores whose softmax are its probabilities. If it has another
+            parameter called ``source``, it is also given the number of each row's source, [rows]. A
+            partial that has bound ``source`` keeps what it has bound.
+        vocab_size: V, the size of the vocabulary.
         eos: the token, or the tokens, that end a sequence; an empty tuple if no token does.
         sources: the number of sources.
         device: the device of the prefixes and of the scores.
@@ -36,7 +36,7 @@ class FunctionModel:
     ) -> None:
         self.eos: tuple[int, ...] = (eos,) if isinstance(eos, int) else tuple(eos)
         if any(not 0 <= token < vocab_size for token in self.eos):
-            raise ValueError(f"eos is {eos}; allowed are 0 to V - 1 = {vocab_size - 1}")
+            raise ValueError(f"eos is {eos}; it must be in 0 to V - 1 = {vocab_size - 1}")
         self.vocab_size, self.sources = vocab_size, sources
         self.pad = self.eos[0] if self.eos else 0
         self.device = torch.device(device)
@@ -57,6 +57,7 @@ class FunctionModel:
         return self._scores()
 
     def _scores(self) -> Tensor:
+        """Return the checked scores after the current prefixes."""
         extra = {"source": self._source} if self._takes_source else {}
         scores = self._function(self._prefix, **extra)
         for fault in score_faults(scores, len(self._prefix), self, "next_log_probs"):

@@ -1,4 +1,4 @@
-"""An explicit table of conditional distributions: a model that can be enumerated."""
+"""A model given by an explicit table, small enough that all of its sequences can be enumerated."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ import torch
 from torch import Tensor
 
 Prefix = tuple[int, ...]
+"""The tokens of a prefix or of a sequence."""
 
 
 class TableModel:
-    """Next-token probabilities written down for every prefix.
+    """A model whose next-token probabilities are listed for every prefix.
 
     Args:
-        table: from a prefix, a tuple of tokens, to the probabilities [V] of the token after it. One
-            table, or one for each source. The end-of-sequence token ends a sequence; every other
-            prefix that can come up must be in the table.
-        eos: the end-of-sequence token.
+        table: a mapping from prefixes, which are tuples of tokens, to the probabilities [V] of the
+            next token; or a list of such tables, one for each source. Every prefix that can come up
+            and does not end with ``eos`` must be in the table.
+        eos: the token that ends a sequence.
     """
 
     def __init__(
@@ -30,10 +31,12 @@ class TableModel:
         self.sources = len(self.tables)
         lengths = {len(p) for t in self.tables for p in t.values()}
         if len(lengths) != 1:
-            raise ValueError(f"table has rows of lengths {sorted(lengths)}; all must be V long")
+            raise ValueError(
+                f"table has rows of lengths {sorted(lengths)}; all must have the same length V"
+            )
         (self.vocab_size,) = lengths
         if not 0 <= eos < self.vocab_size:
-            raise ValueError(f"eos is {eos}; allowed are 0 to V - 1 = {self.vocab_size - 1}")
+            raise ValueError(f"eos is {eos}; it must be in 0 to V - 1 = {self.vocab_size - 1}")
         self.eos: tuple[int, ...] = (eos,)
         self.pad, self.device = eos, torch.device("cpu")
         self._rows: list[tuple[int, Prefix]] = []
@@ -47,7 +50,7 @@ class TableModel:
         sources: int = 1,
         seed: int = 0,
     ) -> TableModel:
-        """Random distributions for every prefix shorter than ``length``; good for tests."""
+        """Return a model with random distributions after every prefix shorter than ``length``."""
         generator = torch.Generator().manual_seed(seed)
         words = [v for v in range(vocab_size) if v != eos]
 
@@ -64,12 +67,12 @@ class TableModel:
         return cls([table() for _ in range(sources)], eos)
 
     def start(self) -> Tensor:
-        """The distributions after the empty prefix."""
+        """Return the log-probabilities after the empty prefix."""
         self._rows = [(source, ()) for source in range(self.sources)]
         return self._scores()
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """The distributions after these prefixes."""
+        """Return the log-probabilities after these prefixes."""
         self._rows = [
             (self._rows[p][0], (*self._rows[p][1], t))
             for p, t in zip(parent.tolist(), token.tolist(), strict=True)
@@ -77,9 +80,9 @@ class TableModel:
         return self._scores()
 
     def sequences(self, max_length: int, source: int = 0) -> dict[Prefix, float]:
-        """Every sequence of at most ``max_length`` tokens with its probability.
+        """Return every sequence of at most ``max_length`` tokens with its probability.
 
-        One that has not ended by then counts as an outcome, as it does in the search.
+        A sequence that has not ended by then counts as an outcome, as it does in the search.
         """
         done: dict[Prefix, float] = {}
         open_: dict[Prefix, float] = {(): 1.0}
@@ -93,9 +96,12 @@ class TableModel:
         return {y: p for y, p in done.items() if p > 0}
 
     def _scores(self) -> Tensor:
+        """Return the log-probabilities after the current prefixes."""
         try:
             p = [self.tables[source][prefix] for source, prefix in self._rows]
         except KeyError as error:
-            raise ValueError(f"table has no row for the prefix {error.args[0]}") from None
+            raise ValueError(
+                f"table has no row for the prefix {error.args[0]}, which has come up; add it"
+            ) from None
         scores = torch.tensor(p, dtype=torch.float64, device="cpu")
         return scores.view(-1, self.vocab_size).log()

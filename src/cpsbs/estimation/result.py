@@ -1,0 +1,236 @@
+"""The result of ``estimate``: a value for each source, with its error, as one immutable object."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpsbs.estimation.uncertainty import mean_variance, student_quantile
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Estimate:
+    """An estimated expectation for each of B sources.
+
+    Printing it gives a line for each source that can be pasted into a report: the value with its
+    standard error, and all that is needed to compute it again.
+    """
+
+    value: Tensor
+    """[B] the estimates, or [B, d] if f is vector-valued."""
+    variance: Tensor | None
+    """Estimates of Var[value], of the same shape: 0 where the value is exact, NaN where the error
+    is not known, and sometimes negative. None if the error of no source is known."""
+    freedom: Tensor
+    """[B] the degrees of freedom of the variance, for the interval; inf if it is no sample
+    variance."""
+    exact: Tensor
+    """[B] whether nothing was left out: every beam holds all sequences that there are (Σp = 1 to
+    rounding) and weights each by its probability. The value then has no error."""
+    distinct: Tensor
+    """[B] the number of different sequences that the value rests on."""
+    effective_size: Tensor
+    """[B] the effective sample size, (Σ w)² / Σ w² over these sequences."""
+    captured: Tensor
+    """[B] Σ p(y) over these sequences."""
+    sum_of_weights: Tensor
+    """[B] Σ w before normalisation, whose expectation is 1; ``estimate`` warns where it is far from
+    that."""
+    function: str
+    """The name of f."""
+    estimator: str
+    """Which weights were used, and whether they were normalised."""
+    repeats: int
+    """The number of independent beams of each source."""
+    settings: Mapping[str, Any]
+    """How the beams were made; see ``Beams.settings``."""
+    advice: str = ""
+    """What to do for an error bar where the error is not known."""
+    mean_of: int = 1
+    """The number of sources that each value is a mean over: 1 unless this comes from ``mean``."""
+    errors_known: int = 1
+    """Of a mean: the number of these sources whose own error is known."""
+
+    @property
+    def standard_error(self) -> Tensor | None:
+        """The standard errors, of the shape of the value; NaN where they are not known.
+
+        None if the error of no source is known.
+        """
+        return None if self.variance is None else self.variance.sqrt()
+
+    def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
+        """Return the ends of the confidence interval, with Student's t for a sample variance."""
+        if not 0 < level < 1:
+            raise ValueError(f"level is {level}; it must be between 0 and 1")
+        if self.standard_error is None:
+            raise ValueError(
+                f"one beam of {self.settings.get('design', 'this design')} does not tell its "
+                f"error{self.advice and '; '}{self.advice}"
+            )
+        half = [student_quantile((1 + level) / 2, df) for df in self.freedom.tolist()]
+        error = self.standard_error
+        wide = error.new_tensor(half).view(-1, *[1] * (error.ndim - 1)) * error
+        return self.value - wide, self.value + wide
+
+    def mean(self) -> Estimate:
+        """Return the mean over the sources, with its error, as an estimate of one source.
+
+        The value is the mean of all B values. Beams of different sources are drawn independently,
+        so that its variance is Σ_b v_b / B². The error is that of the sampling: the sources are
+        taken as given, not as a sample of others.
+
+        A source whose error is not known does not spoil the rest. It is taken to have the average
+        variance of the sources whose error is known and that are not exact, and the printed line
+        says "error from n of B sources". If there is no such source, the error of the mean is not
+        known. ``distinct`` is the sum over the sources, ``captured`` and ``sum_of_weights`` are
+        means, and ``effective_size`` is B² / Σ_b (1 / ESS_b).
+        """
+        count = len(self.value)
+        if count == 1:
+            return self
+        variance, freedom, known = mean_variance(self.variance, self.freedom, self.exact)
+        return replace(
+            self,
+            value=self.value.mean(0, keepdim=True),
+            variance=variance,
+            freedom=freedom,
+            exact=self.exact.all(0, keepdim=True),
+            distinct=self.distinct.sum(0, keepdim=True),
+            effective_size=count**2 / self.effective_size.reciprocal().sum(0, keepdim=True),
+            captured=self.captured.mean(0, keepdim=True),
+            sum_of_weights=self.sum_of_weights.mean(0, keepdim=True),
+            mean_of=count,
+            errors_known=known,
+        )
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        count = len(self.value)
+        return "\n".join(self._line(b, f"[{b}]" if count > 1 else "") for b in range(count))
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return a dictionary of plain numbers for each source, lists if f is vector-valued.
+
+        ``variance``, ``standard_error`` and the ends of ``interval_95`` are None where the error is
+        not known; the variance alone may be there and negative. If ``exact`` is true, the standard
+        error is 0.0 and both ends are the value. ``degrees_of_freedom`` is None unless the variance
+        is a sample variance. ``line`` is the printed line. A mean over sources has ``mean_of`` and
+        ``errors_known`` too.
+        """
+        error = self.standard_error
+        low, high = (None, None) if error is None else self.interval()
+        averaged = {"mean_of": self.mean_of, "errors_known": self.errors_known}
+        return [
+            {
+                "function": self.function,
+                "value": self.value[b].tolist(),
+                "variance": _numbers(self.variance, b),
+                "standard_error": _numbers(error, b),
+                "exact": bool(self.exact[b]),
+                "degrees_of_freedom": _numbers(self.freedom, b),
+                "interval_95": [_numbers(low, b), _numbers(high, b)],
+                "distinct": int(self.distinct[b]),
+                "effective_size": float(self.effective_size[b]),
+                "captured": float(self.captured[b]),
+                "sum_of_weights": float(self.sum_of_weights[b]),
+                "estimator": self.estimator,
+                "repeats": self.repeats,
+                "settings": dict(self.settings),
+                "line": self._line(b, ""),
+                **(averaged if self.mean_of > 1 else {}),
+            }
+            for b in range(len(self.value))
+        ]
+
+    @staticmethod
+    def from_dicts(entries: Iterable[Mapping[str, Any]]) -> Estimate:
+        """Return the estimate that ``to_dicts`` has written down, source by source.
+
+        The sources may come from several estimates of the same function with the same settings.
+        """
+        found = list(entries)
+        if not found:
+            raise ValueError("entries is empty; it must have at least one source")
+
+        def column(name: str, missing: Any = math.nan) -> Tensor:
+            values = [missing if entry[name] is None else entry[name] for entry in found]
+            return torch.tensor(values, dtype=torch.float64, device="cpu")
+
+        known = any(entry["variance"] is not None for entry in found)
+        first, value = found[0], column("value")
+        unknown = torch.full_like(value[0], math.nan).tolist()
+        return Estimate(
+            value=value,
+            variance=column("variance", unknown) if known else None,
+            freedom=column("degrees_of_freedom", math.inf),
+            exact=column("exact").bool(),
+            distinct=column("distinct").long(),
+            effective_size=column("effective_size"),
+            captured=column("captured"),
+            sum_of_weights=column("sum_of_weights"),
+            function=first["function"],
+            estimator=first["estimator"],
+            repeats=first["repeats"],
+            settings=first["settings"],
+        )
+
+    def _line(self, b: int, number: str) -> str:
+        """Return the line of a source, with its number in brackets if there are several."""
+        made = dict(self.settings)
+        label = f"E[{self.function}]{number}"
+        if self.mean_of > 1:
+            label = f"mean E[{self.function}] over {self.mean_of} sources"
+        how = [
+            str(made.pop("design", "?")),
+            f"K={made.pop('k', '?')}",
+            *([f"{self.repeats} beams"] if self.repeats > 1 else []),
+            self.estimator,
+            f"{int(self.distinct[b])} distinct",
+            f"ESS {float(self.effective_size[b]):.1f}",
+            f"Σp {float(self.captured[b]):.3g}",
+            f"Σw {float(self.sum_of_weights[b]):.3g}",
+            *self._notes(b),
+            *(f"{name} {value}" for name, value in made.items() if value is not None),
+        ]
+        return f"{label} = {self._number(b)} ({', '.join(how)})"
+
+    def _number(self, b: int) -> str:
+        """Return the value of a source with its error, in print."""
+        values, error = self.value[b].reshape(-1).tolist(), self.standard_error
+        if bool(self.exact[b]) and self.value.ndim > 1:
+            return f"[{', '.join(f'{value:.6g}' for value in values)}] exactly"
+        errors = [None] * len(values) if error is None else error[b].reshape(-1).tolist()
+        shown = ", ".join(map(with_error, values, errors))
+        return f"[{shown}]" if self.value.ndim > 1 else shown
+
+    def _notes(self, b: int) -> list[str]:
+        """Return what is to be said of the error of a source."""
+        error = self.standard_error
+        if error is None or not bool(error[b].isfinite().all()):
+            return ["error not known" + (f" ({self.advice})" if self.advice else "")]
+        if self.errors_known < self.mean_of:
+            return [f"error from {self.errors_known} of {self.mean_of} sources"]
+        return []
+
+
+def with_error(value: float, error: float | None) -> str:
+    """Return "value ± error" to two digits of the error, "value exactly", or the value alone."""
+    if error is None or not math.isfinite(error):
+        return f"{value:.4g}"
+    if error == 0:
+        return f"{value:.6g} exactly"
+    digits = min(8, max(0, 1 - math.floor(math.log10(error))))
+    return f"{value:.{digits}f} ± {error:.{digits}f}"
+
+
+def _numbers(x: Tensor | None, b: int) -> Any:
+    """Return the numbers of source b, or None where they are not known."""
+    return None if x is None or not bool(x[b].isfinite().all()) else x[b].tolist()
