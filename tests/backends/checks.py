@@ -1,8 +1,4 @@
-"""What the kernels must do, on a card or in Triton's interpreter.
-
-The interpreter is chosen by an environment variable before Triton is imported, so that these checks
-run in a process of their own on a CPU; on a card they are called by ``test_kernels``.
-"""
+"""What the kernels must compute, on a GPU or in Triton's interpreter (see ``interpreted``)."""
 
 from __future__ import annotations
 
@@ -21,8 +17,8 @@ from cpsbs.conditional_poisson.weights import CandidateWeights
 from cpsbs.designs import Candidates, GumbelTopK, Selection
 from cpsbs.randomness import Counters, Streams
 from cpsbs.scores import reading
-from cpsbs.search import extension
-from cpsbs.search.state import Hypotheses, Outcome
+from cpsbs.search import recursion
+from cpsbs.search.state import Hypotheses, StepResult
 
 Made = tuple[CandidateWeights, poisson.Drawn]
 
@@ -253,12 +249,12 @@ def check_extending(device: str) -> None:
         )
         token = torch.where(some(2) > 0, some(tokens), some(10))
         selection = Selection(some(k) * tokens + token, some(5) > 0, real[2] if known else None)
-        ends = extension.lasting(eos, torch.device(device))
-        expected = extension._by_torch(beam, candidates, selection, ends, 1)
-        new = extension.extended(beam, candidates, selection, eos, 1)
+        ends = recursion._end_tokens(eos, torch.device(device))
+        expected = recursion._extended(beam, candidates, selection, ends, 1)
+        new = recursion.extended(beam, candidates, selection, eos, 1)
         flag = torch.zeros((), dtype=torch.bool, device=device)
-        into = Outcome(beam, torch.empty_like(beam.token), flag)
-        in_place = extension.extended(beam, candidates, selection, eos, 1, into)
+        into = StepResult(beam, torch.empty_like(beam.token), flag)
+        in_place = recursion.extended(beam, candidates, selection, eos, 1, into)
         assert all(a is b for a, b in zip(in_place.beam.tensors(), beam.tensors(), strict=True))
         for found in (new, in_place):
             pairs = zip(found.beam.tensors(), expected.beam.tensors(), strict=True)
@@ -374,12 +370,3 @@ CHECKS: list[Callable[[str], None]] = [
     check_closing,
     check_search,
 ]
-
-if __name__ == "__main__":
-    import sys
-
-    if sys.argv[1:] == ["law"]:
-        check_law("cpu", 150)
-    else:
-        for check in CHECKS:
-            check("cpu")

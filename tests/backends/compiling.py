@@ -1,73 +1,100 @@
-"""Every kernel of a selection compiled for a card; no card is needed for it.
+"""Compiles every kernel for a GPU of compute capability 9.0; no GPU is needed for it.
 
-The interpreter takes what the compiler does not, as a variable that changes its shape in a loop.
+Triton's interpreter accepts what the compiler does not, such as a variable that changes its shape
+in a loop.
 """
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from cpsbs.backends.triton.kernels import (
-    closing,
-    extending,
-    gumbel,
-    head,
-    noise,
-    poisson_programs,
-    reading,
-)
+from cpsbs.backends.triton import kernels
 
 TYPES = {
     "*fp64": "head offset again reach partial cosines sines back tail_real tail_imaginary binomials"
     " picked tilts turned probability log_normalizer inverse_temperature lifts log_prob log_total"
     " values log_inclusion new_log_prob new_log_inclusion selected_log_inclusion out"
     " score threshold new_score new_threshold",
-    "*i64": "head_index seeds counts index rows found length parent eos new_token new_length tops",
-    "*i32": "slot_of bits chosen keys near places",
+    "*i64": "head_index seeds counts index rows found length parent eos new_token new_length tops"
+    " position",
+    "*i32": "slot_of bits chosen keys near places place",
     "*i1": "present finished new_present new_finished broken selected",
     "*fp32": "maxima sums",
-    "*fp16": "scores",
-    "i32": "k m slots parents tokens chunks blocks table stride each ends pad",
-    "fp32": "log_low log_high log_limit",
+    "*fp16": "scores states query new_keys new_values mask bias logits",
+    "i32": "k m slots parents tokens chunks blocks table stride each ends pad capacity sources"
+    " heads inner dim q_row q_head nk_row nk_head nv_row nv_head m_row m_head m_place b_row b_head"
+    " b_place",
+    "fp32": "log_low log_high log_limit scaling",
 }
-"""Names of arguments, which mean the same in all kernels, but for those below."""
+"""The types of arguments by their names, which mean the same in nearly all kernels."""
 
 SIZES = {"ODDS": True, "LENGTH": 64, "PLACES": 16, "POINTS": 16, "COINS": 128, "BLOCKS": 4}
+"""The constants that several kernels have."""
 
-KERNELS: list[tuple[Any, dict[str, Any]]] = [
-    (closing._close, {"BLOCK": 4096}),
-    (reading._read, {"TERMS": 8, "GROUP": 32, "inverse_temperature": "fp32"}),
-    (reading._normalize, {"BLOCK": 512}),
-    (head._find, {"KIND": "odds"}),
-    (poisson_programs.without_head, {"GROUP": 16}),
-    (poisson_programs.tail, {}),
-    (poisson_programs.draw, {"GROUP": 16}),
-    (poisson_programs.inclusion, {}),
-    (extending._extend, {"INCLUSION": True, "PARENTS": 16}),
-    (gumbel._chunk_scores, {"keys": "*i64"}),
-    (gumbel._choose_chunks, {"keys": "*i64", "BLOCK": 8192}),
-    (gumbel._member_scores, {"keys": "*i64", "GROUP": 16}),
-    (gumbel._choose, {"keys": "*i64", "BLOCK": 2048}),
-    (noise._uniform, {"BLOCK": 1024}),
-]
+HALF = dict.fromkeys(("out", "keys", "values"), "*fp16")
+ATTENTION = HALF | {"DIM": 64, "PADDED_DIM": 64, "PADDED": 16, "BLOCK": 16}
+ROWS = {"parents": "*i64", "PADDED": 8}
+PERTURBED = {"keys": "*i64", "num_warps": 8}
+
+VARIANTS: dict[str, list[dict[str, Any]]] = {
+    "attention._own": [
+        ATTENTION | {"GROUP": 1, "num_warps": 1},
+        ATTENTION | {"GROUP": 4, "bias": None, "num_warps": 2},
+    ],
+    "attention._shared": [
+        ATTENTION | {"GROUP": 1, "QUERIES": 16, "length": "i32", "num_warps": 1},
+    ],
+    "cache._advance": [ROWS | {"BLOCK": 32}],
+    "cache._move": [ROWS | {"BLOCK": 1024, "num_warps": 8}],
+    "closing._close": [{"BLOCK": 4096}],
+    "extending._extend": [{"INCLUSION": True, "PARENTS": 16, "num_warps": 1}],
+    "gumbel._chunk_scores": [PERTURBED],
+    "gumbel._choose_chunks": [PERTURBED | {"BLOCK": 8192, "num_warps": 16}],
+    "gumbel._member_scores": [PERTURBED | {"GROUP": 16}],
+    "gumbel._choose": [PERTURBED | {"BLOCK": 2048}],
+    "head._find": [{"KIND": "odds", "num_warps": 16}],
+    "logits._add": [{"out": "*fp16", "BLOCK": 4096, "num_warps": 8}],
+    "noise._uniform": [{"BLOCK": 1024}],
+    "poisson_programs.without_head": [{"GROUP": 16}],
+    "poisson_programs.tail": [{"num_warps": 8}],
+    "poisson_programs.draw": [{"GROUP": 16, "num_warps": 8}],
+    "poisson_programs.inclusion": [{}],
+    "reading._read": [{"TERMS": 8, "GROUP": 32, "inverse_temperature": "fp32"}],
+    "reading._normalize": [{"BLOCK": 512}],
+}
+"""What each kernel is compiled with, on top of the above or instead of it."""
 
 
-def compile_all() -> None:
-    """For a card of compute capability 9.0."""
+def kernels_there_are() -> dict[str, Any]:
+    """Return all kernels by name: functions for Triton that ask which program they are."""
+    found = {}
+    for info in pkgutil.iter_modules(kernels.__path__):
+        module = importlib.import_module(f"{kernels.__name__}.{info.name}")
+        for name, value in vars(module).items():
+            own = isinstance(value, triton.JITFunction) and value.__module__ == module.__name__
+            if own and "tl.program_id(" in value.src:
+                found[f"{info.name}.{name}"] = value
+    return found
+
+
+def compile_kernel(name: str) -> None:
+    """Compile all variants of a kernel."""
+    module, _, function = name.partition(".")
+    kernel = getattr(importlib.import_module(f"{kernels.__name__}.{module}"), function)
     types = {name: kind for kind, names in TYPES.items() for name in names.split()}
-    for kernel, own in KERNELS:
+    for own in VARIANTS[name]:
         given = types | SIZES | own
         constants = {name: given[name] for name in kernel.arg_names if name.isupper()}
+        constants |= {name: None for name in kernel.arg_names if given[name] is None}
         signature = {
             name: "constexpr" if name in constants else given[name] for name in kernel.arg_names
         }
         source: Any = ASTSource(kernel, signature, constants)
-        triton.compile(source, target=GPUTarget("cuda", 90, 32))
-
-
-if __name__ == "__main__":
-    compile_all()
+        options = {"num_warps": own.get("num_warps", 4)}
+        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)

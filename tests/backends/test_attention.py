@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 
 from cpsbs.backends.triton import attention
 from cpsbs.backends.triton.attention import one_query_attention
-from tests.backends.interpreted import in_the_interpreter, let_the_interpreter_multiply_bfloat16
+from tests.backends.interpreted import Interpreter, let_the_interpreter_multiply_bfloat16
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 PLAIN = SimpleNamespace()
@@ -184,8 +184,8 @@ def check_that_nothing_seen_is_finite() -> None:
 
 
 @pytest.mark.parametrize("check", [check_small, check_many_rows, check_that_nothing_seen_is_finite])
-def test_in_the_interpreter(check: Callable[[], None]) -> None:
-    in_the_interpreter(check)
+def test_in_the_interpreter(check: Callable[[], None], interpreter: Interpreter) -> None:
+    interpreter.run(check)
 
 
 # ---------------------------------------------------------------------- when it is the kernel
@@ -204,7 +204,7 @@ class Asked(list[Any]):
 
     fails = False
 
-    def is_meant(self, key: Tensor, value: Tensor) -> bool:
+    def is_shown_as(self, key: Tensor, value: Tensor) -> bool:
         return key.shape[2] == 9
 
     def attend(self, query: Tensor, *rest: Any) -> Tensor:

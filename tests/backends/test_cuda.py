@@ -85,7 +85,7 @@ def test_gradients() -> None:
 
 
 @pytest.mark.parametrize("design", DESIGNS)
-def test_the_search_runs_on_the_card(design: str) -> None:
+def test_the_search_runs_on_a_gpu(design: str) -> None:
     """The same law; here only that everything stays there and probabilities are right."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn((50, 50), generator=generator).cuda().log_softmax(-1)

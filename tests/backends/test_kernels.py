@@ -1,41 +1,41 @@
-"""The kernels, in Triton's interpreter and, where there is one, on a card."""
+"""The kernels in Triton's interpreter and in its compiler and, where there is one, on a GPU."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+from tests.backends import compiling
+from tests.backends.checks import CHECKS, check_law
+from tests.backends.interpreted import Interpreter
 
-@pytest.mark.parametrize("what", ["numbers", pytest.param("law", marks=pytest.mark.slow)])
-def test_in_the_interpreter(what: str) -> None:
-    """In a process whose Triton interprets."""
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.backends.checks", what]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_in_the_interpreter(check: Callable[[str], None], interpreter: Interpreter) -> None:
+    interpreter.run(check, "cpu")
 
 
 @pytest.mark.slow
-def test_they_compile(tmp_path: Path) -> None:
-    """In a process of its own, which finds nothing that was compiled before."""
-    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "tests.backends.compiling"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+def test_the_law_in_the_interpreter(interpreter: Interpreter) -> None:
+    interpreter.run(check_law, "cpu", 150)
+
+
+def test_every_kernel_is_compiled() -> None:
+    assert set(compiling.kernels_there_are()) == set(compiling.VARIANTS)
+
+
+@pytest.mark.parametrize("name", compiling.VARIANTS)
+def test_they_compile(name: str) -> None:
+    """For a GPU that need not be there."""
+    compiling.compile_kernel(name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_on_a_card() -> None:
-    from tests.backends.checks import CHECKS, check_law
-
+def test_on_a_gpu() -> None:
     for check in CHECKS:
         check("cuda")
     check_law("cuda", 100_000)

@@ -13,26 +13,21 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 from cpsbs import TransformersModel
-from cpsbs.backends.triton import attention, recorded, workspace
+from cpsbs.backends import backend_for
+from cpsbs.backends.triton import attention
 from cpsbs.backends.triton.layers import Clock, RowLayer
 from cpsbs.backends.triton.logits import Logits
+from cpsbs.backends.triton.pool import Pool
 from cpsbs.backends.triton.reorder import reorder_by_copy
-from tests.backends.interpreted import in_the_interpreter
-from tests.backends.test_recorded import NAMES, K, Pair, V, build, gpu
+from tests.backends.interpreted import Interpreter
+from tests.backends.test_fixed_steps import NAMES, K, Pair, V, build, gpu, held_by
 from tests.models.tiny import prompts
 
 
 @pytest.fixture(autouse=True)
-def _fixed_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recorded, "ON_CPU", True)
+def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
-
-
-def held_by(pair: Pair) -> workspace.Workspace:
-    """The buffers of the search."""
-    assert pair.fixed._recorded is not None
-    return pair.fixed._recorded._lease.workspace
 
 
 class Notes(logging.Handler):
@@ -52,41 +47,37 @@ class Notes(logging.Handler):
 # ---------------------------------------------------------------------- in Triton's interpreter
 
 
-def check_models() -> None:
+def check_model(name: str) -> None:
     """With other parents in every step, prompts of other lengths, and fewer sources."""
-    recorded.ON_CPU = True
-    for name in NAMES:
-        pair = Pair(build(name, dtype=torch.float32))
-        assert pair.fix(40)
-        first = held_by(pair)
-        if pair.fixed._is_encoder_decoder:
-            assert first.cross.shape[1] == 3
-        pair.agree(3, atol=1e-4)
-        pair.keep(0, 2)
-        pair.agree(1, atol=1e-4)
-        pair.keep(1)
-        pair.agree(1, atol=1e-4)
-        assert first.by_table
-        assert held_by(pair).by_table
-        # What lies by table can always be put into rows.
-        held_by(pair)._go_over_to_rows()
-        pair.agree(1, atol=1e-4)
+    pair = Pair(build(name, dtype=torch.float32), k=2)
+    assert pair.fix(40)
+    first = held_by(pair)
+    if pair.fixed._is_encoder_decoder:
+        assert first.cross.shape[1] == 3
+    pair.agree(3, atol=1e-4)
+    pair.keep(0, 2)
+    pair.agree(1, atol=1e-4)
+    pair.keep(1)
+    pair.agree(1, atol=1e-4)
+    assert first.by_table
+    assert held_by(pair).by_table
+    # What lies by table can always be put into rows.
+    held_by(pair)._leave_table()
+    pair.agree(1, atol=1e-4)
 
 
 def check_many_steps() -> None:
     """Over more tokens than the first window holds; what is not read need not be finite."""
-    recorded.ON_CPU = True
     model = build("llama", dtype=torch.float32)
     pair = Pair(model)
-    assert pair.fix(34)
+    assert pair.fix(30)
     held_by(pair).states[:, 1::3] = torch.nan
     held_by(pair).states[:, :, :, 10:] = torch.nan
-    pair.agree(34, atol=1e-4)
+    pair.agree(30, atol=1e-4)
     assert held_by(pair).by_table
 
 
 def check_k_of_1() -> None:
-    recorded.ON_CPU = True
     for name in ("gpt2", "marian"):
         pair = Pair(build(name, dtype=torch.float32), k=1)
         assert pair.fix(20)
@@ -95,7 +86,6 @@ def check_k_of_1() -> None:
 
 
 def check_what_is_kept_by_rows() -> None:
-    recorded.ON_CPU = True
     said = Notes()
     for dtype, how in ((torch.float64, "sdpa"), (torch.float32, "eager")):
         model = build("marian", dtype=dtype)
@@ -118,7 +108,6 @@ def check_what_is_kept_by_rows() -> None:
 
 def check_a_model_that_reads_its_cache_itself() -> None:
     """One of its layers, from the beginning or from some step on; in the cross-attention too."""
-    recorded.ON_CPU = True
     module: Any = attention
     original = module._if_possible
     said = Notes()
@@ -157,7 +146,6 @@ def check_a_model_that_reads_its_cache_itself() -> None:
 
 def check_keys_that_are_read_twice() -> None:
     """Or never: whatever happens to them otherwise than once, by the kernel, is noticed."""
-    recorded.ON_CPU = True
     pair = Pair(build("llama", dtype=torch.float32))
     assert pair.fix(20)
     layer: Any = held_by(pair).held[0]
@@ -167,12 +155,12 @@ def check_keys_that_are_read_twice() -> None:
     assert layer.was_read()
     key, value = layer.update(new, new)
     assert key.isnan().all()
-    assert not layer.is_meant(value, key)
-    assert not layer.is_meant(key[:], value)
+    assert not layer.is_shown_as(value, key)
+    assert not layer.is_shown_as(key[:], value)
     assert not layer.was_read()
     layer.attend(query, None, None, None)
     assert layer.was_read()
-    assert not layer.is_meant(key, value)
+    assert not layer.is_shown_as(key, value)
     layer.update(new, new)
     layer.attend(query, None, None, None)
     assert not layer.was_read()
@@ -223,21 +211,25 @@ def check_sums(device: str = "cpu") -> None:
             assert torch.equal(found, logits + bias)
 
 
-def check_other_ways() -> None:
-    check_k_of_1()
-    check_what_is_kept_by_rows()
-    check_a_model_that_reads_its_cache_itself()
+@pytest.mark.parametrize("name", NAMES)
+def test_models_in_the_interpreter(name: str, interpreter: Interpreter) -> None:
+    interpreter.run(check_model, name)
 
 
-def check_parts() -> None:
-    check_keys_that_are_read_twice()
-    check_moves()
-    check_sums()
-
-
-@pytest.mark.parametrize("check", [check_models, check_many_steps, check_other_ways, check_parts])
-def test_in_the_interpreter(check: Callable[[], None]) -> None:
-    in_the_interpreter(check)
+@pytest.mark.parametrize(
+    "check",
+    [
+        check_many_steps,
+        check_k_of_1,
+        check_what_is_kept_by_rows,
+        check_a_model_that_reads_its_cache_itself,
+        check_keys_that_are_read_twice,
+        check_moves,
+        check_sums,
+    ],
+)
+def test_in_the_interpreter(check: Callable[[], None], interpreter: Interpreter) -> None:
+    interpreter.run(check)
 
 
 # ---------------------------------------------------------------------- anywhere
@@ -251,7 +243,7 @@ def test_without_a_device_rows_are_moved() -> None:
 
 def test_rows_are_written_where_their_source_stands() -> None:
     states = torch.zeros(2, 4, 2, 8, 3)
-    layer: Any = RowLayer(states[0], states[1], Clock(torch.tensor([2, 5]), 6, 0))
+    layer: Any = RowLayer(states[0], states[1], Clock(torch.tensor([2, 5]), 6, own_positions=False))
     new = torch.randn(2, 4, 2, 1, 3)
     key, value = layer.update(new[0], new[1])
     assert key.shape == value.shape == (4, 2, 6, 3)
@@ -315,12 +307,12 @@ def test_logits_that_are_something_else_are_copied(
 
 def test_a_change_of_the_model_is_noticed() -> None:
     model = build("marian")
-    kept = recorded._Kept()
+    pool = Pool()
 
     def changes() -> bool:
-        kept.check_same(model)
-        was = kept.checked
-        kept.checked = True
+        pool.forget_if_changed(model)
+        was = pool.verified
+        pool.verified = True
         return not was
 
     assert changes()
@@ -377,7 +369,7 @@ def test_by_table_on_a_gpu(name: str) -> None:
     pair.agree(8, atol=2e-2)
     assert held_by(pair).by_table
     assert all(graph is not None for graph in held_by(pair).graphs.values())
-    held_by(pair)._go_over_to_rows()
+    held_by(pair)._leave_table()
     pair.agree(4, atol=2e-2)
     assert not attention._state.broken
 
@@ -393,7 +385,7 @@ def test_attention_that_changes_between_windows(how: str, dtype: torch.dtype) ->
     inputs = {name: x.cuda() for name, x in prompts(model).items()}
     fixed, ordinary = (TransformersModel(model, **inputs) for _ in range(2))
     fixed.start(), ordinary.start()
-    assert fixed.fix_rows(K, 40)
+    assert fixed.fix_rows(K, 40, backend_for("cuda"))
     parent = torch.zeros((3, K), dtype=torch.int64, device="cuda")
     row = torch.arange(3, device="cuda")
     for n in range(40):

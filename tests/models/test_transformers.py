@@ -173,8 +173,30 @@ def test_processors_act_on_logits_and_the_rest_is_normalised() -> None:
     )
     with torch.no_grad():
         exact = (model(**inputs).logits[0, -1] / 0.5).log_softmax(-1).double()
-    order = warm.sequences[:, 2]
-    torch.testing.assert_close(warm.log_probs, exact[order], rtol=0, atol=1e-5)
+    plainly = model.generate(
+        **inputs, **settings, max_new_tokens=1, temperature=0.5, return_dict_in_generate=True
+    )
+    for one in (warm, plainly):
+        order = one.sequences[:, 2]
+        torch.testing.assert_close(one.log_probs, exact[order], rtol=0, atol=1e-5)
+
+
+def test_a_nucleus_needs_no_sampling_flag() -> None:
+    model = make("gpt2", vocab_size=8)
+    ids = torch.tensor([[3, 4]])
+    found = model.generate(
+        ids,
+        custom_generate=cpsbs.generate,
+        num_beams=8,
+        max_new_tokens=1,
+        top_p=0.5,
+        return_dict_in_generate=True,
+    )
+    expected = cpsbs.search(
+        cpsbs.TransformersModel(model, input_ids=ids), 8, max_length=1, nucleus=0.5, generator=0
+    )
+    assert found.beams.tokens(0) == expected.tokens(0)
+    assert len(expected.tokens(0)) < 8
 
 
 def test_stopping_criteria_and_several_ends() -> None:
@@ -203,7 +225,8 @@ def test_stopping_criteria_and_several_ends() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"do_sample": True}, "top_k is 50, which transformers brings with do_sample=True"),
+        ({"do_sample": True}, "top_k is 50, which transformers sets by default"),
+        ({"top_k": 5}, "top_k is 5, which transformers applies only with do_sample=True"),
         ({"length_penalty": 2.0}, "length_penalty is 2.0"),
         ({"output_scores": True, "return_dict_in_generate": True}, "output_scores is True"),
         ({"num_beams": 2, "num_return_sequences": 3}, "num_return_sequences"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from cpsbs.backends.base import TORCH, Backend
+from cpsbs.backends.base import TORCH, Backend, FixedSteps
 
 
 def backend_for(device: torch.device | str) -> Backend:
@@ -21,4 +21,4 @@ def backend_for(device: torch.device | str) -> Backend:
     return TRITON
 
 
-__all__ = ["TORCH", "Backend", "backend_for"]
+__all__ = ["TORCH", "Backend", "FixedSteps", "backend_for"]

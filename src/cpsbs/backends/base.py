@@ -1,19 +1,19 @@
-"""The one seam for the GPU: what a backend may do in the place of the reference.
+"""The one seam for the GPU: what a backend may do in place of the reference.
 
-The arithmetic of a search is written in torch, where it belongs: reading in ``scores``, drawing in
-``conditional_poisson`` and ``designs``, extending in ``search``. That is the reference, and it runs
-on every device. A backend may do a part of it by kernels of its own. Every method below is asked
-before the reference is, and answers None (or False) if the reference is to do it; ``Backend``
-itself always answers so. A backend is chosen once for a search (``backend_for``) and passed along
-with the scores that were read; nobody else asks what device it is for the sake of kernels.
+The arithmetic of a search is written in torch, where it belongs: reading the scores in ``scores``,
+sampling in ``conditional_poisson`` and ``designs``, extending hypotheses in ``search``. That is the
+reference, and it runs on every device. A backend may do some of it with kernels of its own. The
+search asks the backend first, and falls back on the reference where the answer is None or False;
+``Backend`` itself always answers so. A backend is chosen once for a search (``backend_for``) and
+passed along; nobody else asks for the device for the sake of kernels or CUDA graphs.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Mapping
 
     from torch import Tensor
 
@@ -24,53 +24,108 @@ if TYPE_CHECKING:
 
 
 MOST_DRAWN = 256
-"""Largest K for which a backend draws a conditional Poisson sample without a look at it: a kernel
-holds the 8 K + 40 largest candidates in registers."""
+"""Largest K for which a backend draws a conditional Poisson sample without host–device
+synchronisation: a kernel holds the ``head_size(K)`` largest candidates in registers."""
+
+
+class FixedSteps(Protocol):
+    """Decoding steps of a transformers model on buffers of fixed shapes, K rows for every source.
+
+    ``inputs`` are always what the model has after the prefill, with one row for each source: its
+    KV cache, masks and encoder states, by the names that the model's ``forward`` gives them.
+    """
+
+    k: int
+    """K, the number of rows of each source."""
+
+    def step(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Return the logits [b·K, V] after one more token; the next step overwrites them.
+
+        Args:
+            parent: [b, K] which of its source's rows, 0 … K − 1, each row extends.
+            token: [b, K] the token by which it extends it.
+        """
+        ...
+
+    @property
+    def memo(self) -> dict[Any, Any]:
+        """A dictionary that lives as long as the buffers do."""
+        ...
+
+    def keep_sources(self, sources: Tensor) -> None:
+        """Drop all sources but these [b'], which are given in ascending order."""
+        ...
+
+    def retire(self, places: list[int]) -> None:
+        """Take note that nobody reads the rows of the sources in these places any more."""
+        ...
+
+    def admits(self, inputs: Mapping[str, Any]) -> bool:
+        """Return whether other sources of the same model can take places here."""
+        ...
+
+    def join(self, places: list[int], inputs: Mapping[str, Any]) -> None:
+        """Let other sources, which ``admits`` has accepted, take these places."""
+        ...
+
+
+class OrdinarySteps(Protocol):
+    """The model's own way to take a step, with which fixed steps are compared before they count."""
+
+    vocab_size: int
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""
+        ...
 
 
 class Backend:
-    """The reference: it leaves everything to torch."""
+    """The reference backend, which leaves everything to torch."""
 
     name = "torch"
     counts_random_numbers = False
-    """Whether random numbers come from counters on the device, which a recorded step can read."""
+    """Whether random numbers come from counters on the device, which a CUDA graph can advance."""
 
     def chunk_length(self, least: int, parents: int, tokens: int) -> int:
-        """Return how many tokens of a row are read as one chunk, at least as many as ``least``.
+        """Return how many tokens of a row make up a chunk, at least ``least`` where there are.
 
         A multiple of 64 suits torch's softmax.
         """
         return min(tokens, 64 * -(-least // 64))
 
     def power_sums(self, wanted: int) -> int:
-        """Return how many power sums to collect where a design wants so many."""
+        """Return how many power sums to collect where a design wants ``wanted``."""
         return wanted
 
     def read_into(
         self, rows: Tensor, temperature: float, length: int, maxima: Tensor, sums: Tensor
     ) -> bool:
-        """Fill the maxima [n, C] and the sums [J, n, C] of chunks of the scores [n, V]."""
+        """Fill the maxima [n, C] and power sums [J, n, C] of the chunks of scores [n, V]."""
         return False
 
     def normalize(self, chunks: Chunks, log_prob: Tensor) -> tuple[Tensor, Tensor] | None:
-        """[R, P] log Σ exp(score), and the log-probabilities [R, P] of the parents less that."""
+        """Return log Σ exp(score) [R, P], and the parents' log-probabilities [R, P] less that."""
         return None
 
     def find_largest(self, chunks: Chunks, offset: Tensor, m: int) -> Largest | None:
-        """The m candidates with the largest score + offset [R, P]."""
+        """Return the m candidates of each source with the largest score + offset [R, P]."""
         return None
 
     def draw_conditional_poisson(
         self, weights: Weights, k: int, streams: Streams
     ) -> Selection | None:
-        """A conditional Poisson sample with its inclusion probabilities."""
+        """Draw a conditional Poisson sample for each source, with its inclusion probabilities."""
         return None
 
     def select_gumbel_top_k(
         self, candidates: Candidates, k: int, streams: Streams
     ) -> Selection | None:
-        """The K candidates with the largest perturbed log-probabilities."""
+        """Select the K candidates of each source with the largest perturbed log-probabilities."""
         return None
+
+    def extends(self, candidates: Candidates) -> bool:
+        """Return whether ``extend`` can extend these candidates' parents."""
+        return False
 
     def extend(
         self,
@@ -81,19 +136,37 @@ class Backend:
         pad: int,
         into: Any,
     ) -> None:
-        """Write the hypotheses that were picked into ``into``, which may be ``beam`` itself."""
-
-    def extends(self, candidates: Candidates) -> bool:
-        """Return whether ``extend`` will do it."""
-        return False
+        """Write the selected hypotheses into ``into``, which may hold ``beam`` itself."""
 
     def close(self, scores: Tensor, present: Tensor, finished: Tensor) -> bool:
         """Let rows of hypotheses that have ended offer token 0 alone, in place."""
         return False
 
     def uniform(self, counters: Counters, row: Tensor, size: tuple[int, ...]) -> Tensor:
-        """[A, *size] float64 in [0, 1) for the rows [A], if random numbers are counted."""
-        raise NotImplementedError(f"the backend {self.name} does not count random numbers")
+        """Return float64 numbers [A, *size] in [0, 1) for the rows [A], and advance the counters.
+
+        Only backends that count random numbers are asked.
+        """
+        raise NotImplementedError(f"the backend {self.name!r} does not count random numbers")
+
+    def fixed_steps(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        k: int,
+        steps: int,
+        reference: Callable[[], OrdinarySteps],
+    ) -> FixedSteps | None:
+        """Return steps of fixed shape that continue the prefill of a transformers model.
+
+        Args:
+            model: the transformers model.
+            inputs: see ``FixedSteps``; they are left as they are.
+            k: K, the rows of each source from here on.
+            steps: the most tokens that will be added.
+            reference: returns the model's ordinary steps from the same inputs on.
+        """
+        return None
 
     def record(
         self,
@@ -104,10 +177,15 @@ class Backend:
         streams: Streams,
         memo: dict[Any, Any],
     ) -> Any | None:
-        """Return a step of the search that was recorded under this key, now or earlier.
+        """Return the search's step as a graph that was recorded under this key, now or earlier.
 
-        ``now`` makes the buffers that the step reads and writes, and ``memo`` keeps what was
-        recorded as long as the buffers of the model.
+        Args:
+            step: maps hypotheses, scores, random streams and a result to write into to the result.
+            key: tells apart steps that do different things.
+            now: makes the result, whose buffers the graph reads and writes.
+            scores: [rows, V] the buffer that the model's steps leave their scores in.
+            streams: the random streams that the graph advances a copy of.
+            memo: keeps what was recorded, as long as the model's buffers are there.
         """
         return None
 

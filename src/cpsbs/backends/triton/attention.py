@@ -1,7 +1,7 @@
-"""Attention of models to keys and values that lie in another way than transformers has them.
+"""Replaces transformers' attention by our kernels, for keys and values that only they can read.
 
-What transformers calls otherwise is made for many queries and for keys of every row and head; in a
-decoding step there is one query, and rows and heads share keys (see ``kernels.attention``).
+The attention that transformers calls is made for many queries, with keys for every row and head. In
+a decoding step there is one query, and rows and heads share keys (see ``kernels.attention``).
 """
 
 from __future__ import annotations
@@ -19,40 +19,40 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import AttentionInterface
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-"""Those whose sums in float32 are good enough."""
+"""Dtypes for which the kernels' float32 sums are exact enough."""
 
 UNDERSTOOD = {
     *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
     *("position_bias", "kwargs"),
 }
-"""Parameters of transformers' function whose meaning is known here."""
+"""Parameters of transformers' attention function whose meaning is known here."""
 
 UNUSUAL = ("softcap", "s_aux", "head_mask", "layer_head_mask", "output_attentions")
-"""What a model may also ask for; transformers' function decides what becomes of it."""
+"""Further arguments that a model may pass; with any of them, transformers' function is called."""
 
 log = logging.getLogger("cpsbs")
 
 
 class Held(Protocol):
-    """Keys and values of a layer of which the model is given only the shape."""
+    """A cache layer whose keys and values the model is shown only the shape of."""
 
     def attend(
         self, query: Tensor, mask: Tensor | None, bias: Tensor | None, scaling: float | None
     ) -> Tensor | None:
-        """[rows, 1, heads, dim], or None if the kernel cannot."""
+        """Return the output [rows, 1, heads, dim], or None if the kernel cannot compute it."""
         ...
 
-    def is_meant(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are what the model was given."""
+    def is_shown_as(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether these tensors are what the model was shown."""
         ...
 
 
 @contextlib.contextmanager
 def one_query_attention(held: Sequence[Held]) -> Iterator[None]:
-    """In this thread, attention "sdpa" of models to what is held comes from its kernels."""
+    """Let "sdpa" attention in this thread call ``attend`` of the layers held, where it can."""
     with _LOCK:
         _state.users += 1
-        # Whoever has put something else there wants that.
+        # If somebody has registered another function, theirs is the one to call.
         if _interface()["sdpa"] is sdpa_attention_forward and _state.understood:
             _interface.register("sdpa", _forward)
     before, _thread.held = _thread.held, held
@@ -80,13 +80,13 @@ _thread, _state, _LOCK = _Thread(), _State(), threading.Lock()
 
 
 def works() -> bool:
-    """Whether no kernel has failed so far, and transformers calls what is known here."""
+    """Return whether no kernel has failed so far, and transformers' function is the known one."""
     mine = (sdpa_attention_forward, _forward)
     return _state.understood and not _state.broken and _interface()["sdpa"] in mine
 
 
 def _forward(*args: Any, **kwargs: Any) -> Any:
-    """In place of ``sdpa_attention_forward``."""
+    """Call the kernels where possible, and ``sdpa_attention_forward`` elsewhere."""
     if _thread.held and not _state.broken:
         try:
             found = _if_possible(*args, **kwargs)
@@ -112,8 +112,11 @@ def _if_possible(
     position_bias: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """[rows, 1, heads, dim], or None. It does not matter whether one query is causal."""
-    held = next((x for x in _thread.held if x.is_meant(key, value)), None)
+    """Return the kernels' output [rows, 1, heads, dim], or None where they do not apply.
+
+    With a single query, ``is_causal`` makes no difference.
+    """
+    held = next((x for x in _thread.held if x.is_shown_as(key, value)), None)
     if held is None or query.ndim != 4:
         return None
     rows, heads, queries, dim = query.shape

@@ -1,19 +1,20 @@
-"""The backend of kernels: what it takes over, and when.
+"""The Triton backend: what it takes over from the reference, and when.
 
 Kernels work on float32 tables of chunks whose length is a power of two, and hold the largest few
-candidates in registers; whatever does not fit is left to the reference.
+candidates in registers; whatever does not fit is left to the reference. Steps of the model and of
+the search are recorded as CUDA graphs.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpsbs.backends.base import MOST_DRAWN, Backend
+from cpsbs.backends.base import MOST_DRAWN, Backend, FixedSteps, OrdinarySteps
 from cpsbs.backends.triton.kernels import MOST_CHUNKS, MOST_IN_HEAD, POWER_SUMS
 from cpsbs.backends.triton.kernels.closing import close_rows
 from cpsbs.backends.triton.kernels.extending import extend
@@ -31,39 +32,39 @@ log = logging.getLogger("cpsbs")
 
 
 class TritonBackend(Backend):
-    """Triton kernels, on a GPU or in Triton's interpreter."""
+    """Triton kernels, on a GPU or in Triton's interpreter, and CUDA graphs on a GPU."""
 
     name = "triton"
     counts_random_numbers = True
 
     def chunk_length(self, least: int, parents: int, tokens: int) -> int:
-        """Return a power of two, such that the table of a source fits into a few blocks."""
+        """Return a power of two such that the chunks of a source fit into a few blocks."""
         least = max(least, 64, parents * tokens // 2**16)
         return 1 << (least - 1).bit_length()
 
     def power_sums(self, wanted: int) -> int:
-        """Return as many as any distribution needs: on a GPU they cost no time."""
+        """Return as many as any distribution needs, because on a GPU they cost no time."""
         return POWER_SUMS if wanted > 1 else wanted
 
     def read_into(
         self, rows: Tensor, temperature: float, length: int, maxima: Tensor, sums: Tensor
     ) -> bool:
-        """Read the scores once."""
+        """Fill maxima and sums in one reading of the scores."""
         if not _fits(sums.dtype, length):
             return False
         read_into(rows, temperature, length, maxima, sums)
         return True
 
     def normalize(self, chunks: Chunks, log_prob: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Add up the chunks of every row."""
-        if not _has(chunks):
+        """Add up the chunks of every row in float64."""
+        if not _is_readable(chunks):
             return None
         return normalize(chunks.maxima, chunks.sums[0], chunks.temperature, log_prob)
 
     def find_largest(self, chunks: Chunks, offset: Tensor, m: int) -> Largest | None:
-        """Look into the chunks with the largest maxima."""
+        """Find the largest candidates in the chunks with the largest maxima."""
         few_chunks = chunks.maxima[0].numel() < MOST_CHUNKS
-        if not _has(chunks) or not few_chunks or m > MOST_IN_HEAD:
+        if not _is_readable(chunks) or not few_chunks or m > MOST_IN_HEAD:
             return None
         head = find_head(chunks, offset, m, "log-probability")
         return Largest(head.values, head.index, None)
@@ -71,9 +72,9 @@ class TritonBackend(Backend):
     def draw_conditional_poisson(
         self, weights: Weights, k: int, streams: Streams
     ) -> Selection | None:
-        """Draw; sources with too few candidates keep them all."""
+        """Draw a sample for each source; one with too few candidates keeps them all."""
         counters = streams.counters
-        of_scores = isinstance(weights, CandidateWeights) and _has(weights.chunks)
+        of_scores = isinstance(weights, CandidateWeights) and _is_readable(weights.chunks)
         if counters is None or not of_scores or k > MOST_DRAWN:
             return None
         assert isinstance(weights, CandidateWeights)
@@ -84,17 +85,17 @@ class TritonBackend(Backend):
     def select_gumbel_top_k(
         self, candidates: Candidates, k: int, streams: Streams
     ) -> Selection | None:
-        """Perturb chunks, and the members of the K + 1 best of them."""
+        """Perturb the masses of chunks, then the candidates in the K + 1 best chunks."""
         chunks = candidates.chunks
         most = max(chunks.maxima[0].numel(), (k + 1) * chunks.length)
-        possible = _has(chunks) and most < MOST_CHUNKS and k < MOST_IN_HEAD
+        possible = _is_readable(chunks) and most < MOST_CHUNKS and k < MOST_IN_HEAD
         if streams.counters is None or not possible:
             return None
         return select(candidates, k, streams.counters)
 
     def extends(self, candidates: Candidates) -> bool:
-        """Return whether the table of chunks is one for kernels."""
-        return _has(candidates.chunks)
+        """Return whether the table of chunks is one that kernels can read."""
+        return _is_readable(candidates.chunks)
 
     def extend(
         self,
@@ -105,19 +106,34 @@ class TritonBackend(Backend):
         pad: int,
         into: Any,
     ) -> None:
-        """Write all of a hypothesis in one launch."""
+        """Write all that a hypothesis holds in one launch."""
         extend(beam, candidates, selection, eos, pad, into)
 
     def close(self, scores: Tensor, present: Tensor, finished: Tensor) -> bool:
-        """Write only the rows of hypotheses that have ended."""
+        """Overwrite only the rows of hypotheses that have ended."""
         close_rows(scores, present, finished)
         return True
 
     def uniform(self, counters: Counters, row: Tensor, size: tuple[int, ...]) -> Tensor:
-        """Count on from where each row is."""
+        """Return the next numbers of each row's Philox stream."""
         numbers = uniform(counters.seeds, counters.counts, row, size)
         counters.counts.index_add_(0, row, torch.ones_like(row))
         return numbers
+
+    def fixed_steps(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        k: int,
+        steps: int,
+        reference: Callable[[], OrdinarySteps],
+    ) -> FixedSteps | None:
+        """Record the model's steps as CUDA graphs; None without CUDA, or if that is impossible."""
+        if model.device.type != "cuda":
+            return None
+        from cpsbs.backends.triton.fixed_steps import begin
+
+        return begin(model, inputs, k, steps, reference)
 
     def record(
         self,
@@ -128,34 +144,37 @@ class TritonBackend(Backend):
         streams: Streams,
         memo: dict[Any, Any],
     ) -> Any | None:
-        """Record the step as a CUDA graph; None where that is impossible."""
+        """Record the search's step as a CUDA graph; None where that is impossible."""
         if scores.device.type != "cuda" or streams.counters is None:
             return None
         full_key = (key, scores.shape, scores.dtype)
         if full_key not in memo:
-            from cpsbs.backends.triton.recording import RecordedStep
+            from cpsbs.backends.triton.graphs import GraphedSearchStep
 
             pool = memo.setdefault("pool", torch.cuda.graph_pool_handle())
             try:
-                memo[full_key] = RecordedStep(step, now(), scores, streams, pool)
+                memo[full_key] = GraphedSearchStep(step, now(), scores, streams, pool)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
-                # Whatever the design does that cannot be recorded, step by step it can be done.
-                log.info("a selection is not recorded: %s: %s", type(error).__name__, error)
+                # A design may do things that cannot be recorded; launch by launch it can do them.
+                log.info(
+                    "a step of the search is not recorded: %s: %s", type(error).__name__, error
+                )
                 memo[full_key] = None
         return memo[full_key]
 
 
-def _has(chunks: Chunks) -> bool:
+def _is_readable(chunks: Chunks) -> bool:
+    """Return whether kernels can read this table of chunks."""
     return _fits(chunks.sums.dtype, chunks.length)
 
 
 def _fits(dtype: torch.dtype, length: int) -> bool:
-    """Whether kernels can work on chunks of this length with sums of this type."""
+    """Return whether kernels can work on chunks of this length with sums of this dtype."""
     power_of_two = length >= 32 and length & (length - 1) == 0
     return dtype == torch.float32 and power_of_two
 
 
 TRITON = TritonBackend()
-"""The backend of kernels."""
+"""The Triton backend."""

@@ -1,13 +1,13 @@
-"""A model's cache on buffers of fixed shape, in two ways.
+"""A model's KV cache on buffers of fixed shape, in two layouts.
 
-*By rows*: the keys and values of a hypothesis are in its row, as transformers has them; they move
-when it changes rows. Any attention can read them.
+*By rows*: the keys and values of a hypothesis are in its row, as transformers has them, and are
+moved when it changes rows. Any attention can read them.
 
-*By table*: they stay where they were written, and a table says in which row of the source each
-position of a hypothesis lies; the cross-attention has one row for a source. Only our kernels can
-read this. The model is given tensors of the right shape that hold NaN, and hands them on to the
-attention, where they are recognised. Whether every layer was read in this way is counted, so that
-a model that does something else with its keys is noticed, and does not compute with wrong ones.
+*By table*: keys and values stay where they were written, and a table says in which row of the
+source each position of a hypothesis lies; the cross-attention has one row for each source. Only our
+kernels can read this. The model is given tensors of the right shape that hold NaN, and passes them
+on to the attention, which recognises them. Every layer counts how often it was read in this way, so
+that a model that does something else with its keys is noticed and never computes with wrong ones.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from cpsbs.backends.triton.attention import DTYPES
 
 @dataclass
 class Clock:
-    """Where in the rows we are, for all layers of a workspace."""
+    """The positions at which all layers of a workspace write and read."""
 
     position: Tensor
-    """[sources] of the tokens that came last"""
+    """[sources] the position of the latest token of each source"""
     window: int
-    """How many positions are attended to."""
-    each: int
-    """Rows of a source, if the model is told the position of each; 0 if it is told one for all."""
+    """How many positions are attended to"""
+    own_positions: bool
+    """Whether the model is told a position for each row, or one for all of them"""
 
 
 class RowLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-ignore]
@@ -51,12 +51,12 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-i
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing is left to do."""
+        """Do nothing: the buffers are there already."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """The keys and values of the window, with the new ones."""
+        """Write the new keys and values, and return those of the window."""
         position, window = self._clock.position[:, None], self._clock.window
         at = position.expand(-1, len(self.keys) // len(position)).reshape(-1, 1, 1, 1)
         at = at.expand_as(key_states)
@@ -65,37 +65,35 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-i
         return self.keys[:, :, :window], self.values[:, :, :window]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and start of what is attended to."""
+        """Return the number of positions that are attended to, and the first of them."""
         return self._clock.window, 0
 
     def get_seq_length(self) -> Any:
-        """[] how many tokens came before; a tensor, as the static cache of transformers has it.
+        """Return how many tokens came before: a scalar tensor, as transformers' static cache does.
 
-        Or [rows, 1], from which a model may compute the position of each row.
+        If the model is told a position for each row, it is [rows, 1] instead.
         """
-        position, each = self._clock.position, self._clock.each
-        return (
-            position.repeat_interleave(each, output_size=each * len(position))[:, None]
-            if each
-            else position[0]
-        )
+        position, rows = self._clock.position, len(self.keys)
+        if not self._clock.own_positions:
+            return position[0]
+        return position.repeat_interleave(rows // len(position), output_size=rows)[:, None]
 
     def get_max_length(self) -> int:
-        """The capacity."""
+        """Return the capacity."""
         return int(self.keys.shape[2])
 
     get_max_cache_shape = get_max_length
 
 
 class FixedRowLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
-    """Of the cross-attention: nothing is added."""
+    """Keys and values [rows, heads, length, dim] of the cross-attention, which stay as they are."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Is not asked for, as the cache says that it has been filled."""
-        raise ValueError("the keys and values of the cross-attention are computed anew")
+        """Raise, because the cache has told the model that it is filled."""
+        raise ValueError("the model computes the keys and values of its cross-attention anew")
 
     def get_seq_length(self) -> int:
-        """The length of the source."""
+        """Return the length of the source."""
         return self.get_max_length()
 
 
@@ -103,13 +101,13 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
     """Keys and values [rows, heads, capacity, dim], found by the table [sources, K, capacity]."""
 
     def __init__(self, keys: Tensor, values: Tensor, clock: Clock, place: Tensor) -> None:
-        nothing, same = _nothing(keys.shape, keys), _nothing(keys.shape, keys)
-        super().__init__(nothing, same, clock)
+        keys_shown, values_shown = _placeholder(keys.shape, keys), _placeholder(keys.shape, keys)
+        super().__init__(keys_shown, values_shown, clock)
         self._cache, self._place = (keys, values), place
         self.begin()
 
     def begin(self) -> None:
-        """A step."""
+        """Prepare for a step."""
         self._given, self._read = 0, 0
         self._new: tuple[Tensor, Tensor] | None = None
         self._shown: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -117,7 +115,7 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What stands for the keys and values of the window."""
+        """Keep the new keys and values, and return NaN in place of those of the window."""
         self._given += 1
         self._new = (key_states, value_states)
         window = self._clock.window
@@ -125,14 +123,14 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         self._shown = shown
         return shown
 
-    def is_meant(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are what the model was given in this step."""
+    def is_shown_as(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether these tensors are what ``update`` returned in this step."""
         return key is self._shown[0] and value is self._shown[1]
 
     def attend(
         self, query: Tensor, mask: Tensor | None, bias: Tensor | None, scaling: float | None
     ) -> Tensor | None:
-        """Of queries to what the table says. The new keys and values are written."""
+        """Attend to the positions in the table, and write the new keys and values."""
         from cpsbs.backends.triton.kernels.attention import attend_by_table
 
         cache, clock, new = self._cache, self._clock, self._new
@@ -145,47 +143,47 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         )
 
     def was_read(self) -> bool:
-        """Whether all that the model was given in this step was read by the table, once."""
+        """Return whether all that the model was given in this step was read by the table, once."""
         return self._given == self._read <= 1
 
 
 class SharedLayer(FixedRowLayer):  # type: ignore[no-untyped-call, unused-ignore]
-    """Of the cross-attention: [sources, heads, length, dim], the same for K rows."""
+    """Keys and values [sources, heads, length, dim] of the cross-attention, shared by K rows."""
 
     def __init__(self, keys: Tensor, values: Tensor, clock: Clock, k: int) -> None:
         size = (len(keys) * k, *keys.shape[1:])
-        super().__init__(_nothing(size, keys), _nothing(size, keys), clock)
+        super().__init__(_placeholder(size, keys), _placeholder(size, keys), clock)
         self._cache, self._read = (keys, values), 0
 
     def begin(self) -> None:
-        """A step."""
+        """Prepare for a step."""
         self._read = 0
 
-    def is_meant(self, key: Tensor, value: Tensor) -> bool:
-        """Whether these are the layer's."""
+    def is_shown_as(self, key: Tensor, value: Tensor) -> bool:
+        """Return whether these tensors are what the model finds in this layer."""
         return key is self.keys and value is self.values
 
     def attend(
         self, query: Tensor, mask: Tensor | None, bias: Tensor | None, scaling: float | None
     ) -> Tensor | None:
-        """Of the queries of all rows to their source."""
+        """Attend from all rows to their sources."""
         from cpsbs.backends.triton.kernels.attention import attend_shared
 
         self._read += 1
         return attend_shared(query, *self._cache, mask, bias, scaling)
 
     def was_read(self) -> bool:
-        """Whether the model attended to it in this step, once."""
+        """Return whether the model attended to this layer in this step, once."""
         return self._read == 1
 
 
-def _nothing(size: tuple[int, ...], like: Tensor) -> Tensor:
-    """A shape. Who reads it nevertheless computes nothing that could be taken for a result."""
+def _placeholder(size: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return NaN in this shape: whoever computes with it gets nothing that looks like a result."""
     return torch.full((1,) * len(size), math.nan, dtype=like.dtype, device=like.device).expand(size)
 
 
 def table_is_possible(device: torch.device, dtype: torch.dtype, k: int) -> bool:
-    """Whether our kernels can be what reads the keys and values."""
+    """Return whether our kernels can read keys and values of this dtype with K rows a source."""
     if dtype not in DTYPES or not kernels.usable(device):
         return False
     from cpsbs.backends.triton.kernels.cache import MOST_ROWS

@@ -1,4 +1,8 @@
-"""A model's logits, computed where they are wanted instead of copied there."""
+"""Lets a model compute its logits in the buffer that the search reads, instead of copying them.
+
+``python -m benchmarks.ablations logits`` measures what that saves. Without it, ``Logits.of`` is the
+call of the model alone, and everything below ``Logits`` goes.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +18,22 @@ aten: Any = torch.ops.aten
 
 
 class Logits:
-    """Scores [rows, V] that a model leaves in always the same place.
+    """The buffer [rows, V] in which every step of a model leaves its logits.
 
-    When a model runs for the first time, its operations that may be the last one are counted, and
-    it is noted which of them made the logits. From then on that one operation of a step, a product
-    of matrices or the sum with a bias, writes into the scores. It is a result like any other for
-    the model, and nothing else is written there before the step is over; should the model compute
-    otherwise than the first time, its logits are copied.
+    When a model runs for the first time, its matrix products and sums are counted, and it is noted
+    which of them made the logits. From then on that one operation of a step writes into the buffer.
+    For the model it is a result like any other, and nothing else is written there before the step
+    is over. Should the model compute in another way than the first time, its logits are copied.
     """
 
     def __init__(self) -> None:
         self.scores: Tensor | None = None
         self._last: int | None = None
-        """Number of the operation, if it is of a known kind."""
+        """The number of the operation that made the logits, if it is of a known kind."""
 
     def of(self, model: Any, inputs: dict[str, Any]) -> Tensor:
-        """The logits of the last token, which ``keep`` puts into the scores."""
-        mode = _Candidates(self.scores, self._last)
+        """Run the model and return the logits of the last token, for ``keep``."""
+        mode = _Redirect(self.scores, self._last)
         with mode:
             logits: Tensor = model(**inputs, return_dict=True).logits[:, -1]
         if self.scores is None:
@@ -38,7 +41,7 @@ class Logits:
         return logits
 
     def keep(self, logits: Tensor) -> None:
-        """Into the scores, if they are not there already."""
+        """Copy the logits into the buffer, if they are not there already."""
         if self.scores is None:
             with torch.inference_mode(False):
                 self.scores = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
@@ -47,15 +50,15 @@ class Logits:
             self.scores.copy_(logits)
 
 
-class _Candidates(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Counts the operations that may be a model's last one; one of them writes into the scores."""
+class _Redirect(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Counts matrix products and sums, and lets the one numbered ``last`` write into ``scores``."""
 
     def __init__(self, scores: Tensor | None, last: int | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._scores, self._last, self._count = scores, last, 0
         self.made: dict[int, int] = {}
-        """Where each result was, and the number of its operation. Later ones replace those that
-        have been freed."""
+        """The number of the operation whose result is at each address. Later results replace those
+        that have been freed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -70,7 +73,7 @@ class _Candidates(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ig
 
 
 def _into(scores: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-    """The operation's result, in the scores if it has their size."""
+    """Return the result of an operation, inside of ``scores`` if it has their shape."""
     if func is not aten.add.Tensor:
         size = (args[-2].shape[0], args[-1].shape[1])
         if size != scores.shape or args[-1].dtype != scores.dtype:

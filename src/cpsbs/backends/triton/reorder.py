@@ -1,6 +1,6 @@
-"""Moving the keys and values of all layers between rows, without asking the device anything.
+"""Moves the keys and values of all layers between rows, without host–device synchronisation.
 
-This is for models that read them in another way than by the table (see ``layers``).
+This is for models that cannot read their KV cache by the table (see ``layers``).
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from cpsbs.backends.triton import kernels
 
 
 def reorder(states: Tensor, parent: Tensor, position: Tensor, window: int) -> None:
-    """Let every row go on from what its parent holds.
+    """Replace the past of every row by its parent's.
 
     Args:
         states: [n, b·K, heads, capacity, dim], overwritten.
         parent: [b, K] numbers 0 … K − 1 of rows of the same source.
-        position: [b] how many positions are filled. What is behind them need not move.
-        window: a number not below the positions, known to the host.
+        position: [b] how many positions are filled; those behind them need not move.
+        window: an upper bound of the positions that the host knows.
     """
     if states.is_cuda and kernels.usable(states.device):
         from cpsbs.backends.triton.kernels.cache import MOST_ROWS, move
@@ -30,7 +30,7 @@ def reorder(states: Tensor, parent: Tensor, position: Tensor, window: int) -> No
 
 
 def reorder_by_copy(states: Tensor, parent: Tensor, window: int) -> None:
-    """With a copy of one layer's keys or values at a time."""
+    """Do the same with torch, by a copy of one layer's keys or values at a time."""
     sources, k = parent.shape
     first = torch.arange(0, sources * k, k, device=parent.device)
     rows = (first[:, None] + parent).flatten()

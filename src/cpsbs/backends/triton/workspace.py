@@ -1,4 +1,4 @@
-"""The buffers of a decoding step of fixed shape, and the graphs that are recorded on them."""
+"""The buffers of decoding steps of fixed shape, and the CUDA graphs that work on them."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from cpsbs.backends.triton.attention import one_query_attention
+from cpsbs.backends.triton.graphs import capture
 from cpsbs.backends.triton.layers import Clock, FixedRowLayer, RowLayer, SharedLayer, TableLayer
 from cpsbs.backends.triton.logits import Logits
-from cpsbs.backends.triton.recording import captured
 from cpsbs.backends.triton.reorder import reorder
 
 log = logging.getLogger("cpsbs")
@@ -28,32 +28,32 @@ log = logging.getLogger("cpsbs")
 
 @dataclass(frozen=True)
 class Shape:
-    """What graphs and buffers depend on."""
+    """What the sizes of the buffers, and the graphs, depend on."""
 
     sources: int
     k: int
     capacity: int
-    """The most tokens of a row, with the prompt."""
+    """The most tokens of a row, with the prompt"""
     states: tuple[int, int, int]
-    """Keys and values of all layers: how many, heads, dimension of a head."""
+    """Number of tensors of keys and values in all layers, heads, dimension of a head"""
     cross: tuple[int, int, int]
-    """The same of the cross-attention."""
+    """The same for the cross-attention"""
     source_length: int
-    """0 without an encoder."""
+    """Tokens of the encoder's input; 0 without an encoder"""
     hidden: int
-    """Of the encoder."""
+    """Dimension of the encoder's states"""
     dtype: torch.dtype
     device: torch.device
     stream: int
-    """On which the buffers are used; what is on one stream is never used at once."""
-    each: bool
-    """Whether the model is told the position of each row, or one for all."""
+    """The CUDA stream that the buffers are used on, where nothing uses them at the same time"""
+    own_positions: bool
+    """Whether the model is told a position for each row, or one for all of them"""
 
 
 class Workspace:
-    """The buffers of a shape, and its graphs, one for each window.
+    """The buffers of one shape, and their graphs, one for each window of positions.
 
-    ``by_table`` says how its cache lies, see ``cpsbs.backends.triton.layers``.
+    ``by_table`` says how the KV cache lies in them, see ``cpsbs.backends.triton.layers``.
     """
 
     def __init__(self, shape: Shape, by_table: bool) -> None:
@@ -66,23 +66,23 @@ class Workspace:
         def zeros(*size: int, dtype: torch.dtype = shape.dtype) -> Tensor:
             return torch.zeros(size, dtype=dtype, device=shape.device)
 
-        # A later search may write them outside of an inference mode that this one is in.
+        # A later search may write to them outside of an inference mode that this one is in.
         with torch.inference_mode(False):
             self.parent = zeros(shape.sources, shape.k, dtype=torch.int64)
             self.token = zeros(shape.sources, shape.k, dtype=torch.int64)
             position = zeros(shape.sources, dtype=torch.int64)
-            self.clock = Clock(position, shape.capacity, shape.k if shape.each else 0)
-            # Up to which positions sources go on; those that rest stay at the first.
+            self.clock = Clock(position, shape.capacity, shape.own_positions)
+            # The last position that the rows of a source may reach; idle ones stay at the first.
             self.limit = zeros(shape.sources, dtype=torch.int64)
             self.offset = zeros(rows, 1, dtype=torch.int64)
-            # In which row of its source each position of a row lies.
+            # The table: in which row of its source each position of a row lies.
             self.place = zeros(shape.sources, shape.k, shape.capacity, dtype=torch.int32)
             self.mask = zeros(rows, 1, 1, shape.capacity)
             self.states = zeros(count, rows, heads, shape.capacity, dim)
             self.cross_mask = zeros(rows, 1, 1, shape.source_length)
             cross_size = (cross_heads, shape.source_length, cross_dim)
             self.cross = zeros(cross_count, shape.sources if by_table else rows, *cross_size)
-            # Its keys and values are in the cache: nothing but its shape is looked at.
+            # Its keys and values are in the cache, so that models read nothing but its shape.
             self.encoded: Any = zeros(1, 1, 1).expand(rows, shape.source_length, shape.hidden)
             self._make_cache()
         self.logits = Logits()
@@ -91,7 +91,7 @@ class Workspace:
         self.pool: Any = None
 
     def _make_cache(self) -> None:
-        """What the model sees of the buffers."""
+        """Make the cache that the model sees, on top of the buffers."""
         clock, own, cross = self.clock, _pairs(self.states), _pairs(self.cross)
         self.held: list[TableLayer | SharedLayer] = []
         layers: list[Any]
@@ -109,7 +109,7 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """Of the largest buffers."""
+        """The size of the largest buffers."""
         scores = self.logits.scores
         return self.states.nbytes + self.cross.nbytes + (0 if scores is None else scores.nbytes)
 
@@ -121,14 +121,14 @@ class Workspace:
         cross: Sequence[Tensor],
         cross_seen: Tensor,
     ) -> None:
-        """Every row of some sources is what the source's one row was.
+        """Let all K rows of some sources begin as copies of one row.
 
         Args:
-            at: [n] which sources.
+            at: [n] the places of these sources.
             states: [n, heads, length, dim] keys and values of all layers.
-            seen: [n, length] which tokens of the prompt count.
-            cross: [n, heads, source length, dim] of the cross-attention, if there is any.
-            cross_seen: [n, source length]
+            seen: [n, length] which tokens of the prompt are attended to.
+            cross: [n, heads, source length, dim] those of the cross-attention, if there is any.
+            cross_seen: [n, source length] which tokens of the source are attended to.
         """
         length, k = seen.shape[1], self.shape.k
         for buffers, given in ((self.states, states), (self.cross, cross)):
@@ -137,9 +137,9 @@ class Workspace:
                 if self.by_table and buffers is self.states:
                     rows[at, 0, :, :length] = state
                 else:
-                    # What is masked has to be finite.
+                    # Masked keys and values must be finite: 0 · NaN is NaN.
                     rows[at] = pad(state, (0, 0, 0, rows.shape[-2] - state.shape[2]))[:, None]
-        # The rows of a source share its prompt, which is in the first of them.
+        # All rows of a source find its prompt in the first of them.
         self.place[at] = 0
         self.clock.position[at] = length - 1
         self.limit[at] = self.shape.capacity - 1
@@ -151,18 +151,21 @@ class Workspace:
                 value=torch.finfo(mask.dtype).min,
             )
             mask.view(self.shape.sources, k, -1)[at] = hidden[:, None]
-        # The padding before a prompt does not count in positions.
+        # The padding before a prompt does not count for positions.
         self.offset.view(-1, k)[at] = (seen.sum(-1) - length)[:, None]
 
-    def rest(self, at: Tensor) -> None:
-        """What these sources [n] hold is not needed any more; they stay at the beginning."""
+    def retire(self, at: Tensor) -> None:
+        """Let the sources in these places [n] be idle: they stay at the first position."""
         self.clock.position[at], self.limit[at] = -1, 0
         self.offset.view(-1, self.shape.k)[at] = 0
 
     def take(self, other: Workspace, sources: Tensor, length: int) -> None:
-        """Sources [b] of another workspace, or of this one, whose rows have so many tokens."""
+        """Copy sources [b] of another workspace, or of this one, into places 0 … b − 1.
+
+        Their rows have at most ``length`` tokens.
+        """
         if self.by_table != other.by_table:
-            (self if self.by_table else other)._go_over_to_rows()
+            (self if self.by_table else other)._leave_table()
         k = self.shape.k
         rows = (sources[:, None] * k + torch.arange(k, device=sources.device)).flatten()
         for mine, its in (
@@ -183,10 +186,12 @@ class Workspace:
 
     @torch.no_grad()
     def run(self, model: Any, length: int, strict: bool) -> Tensor:
-        """[rows, V] logits after the tokens in the buffer, before which there were ``length`` or
-        fewer.
+        """Return the logits [rows, V] after the tokens in the buffer.
 
-        What cannot be recorded is an error if we are strict, and is computed without a graph else.
+        Args:
+            model: the transformers model.
+            length: the most tokens that a row had before these.
+            strict: raise if the step cannot be recorded, instead of computing it without a graph.
         """
         window = min(ladder(length + 1, 32), self.shape.capacity)
         cuda = self.shape.device.type == "cuda"
@@ -202,10 +207,10 @@ class Workspace:
         return self.logits.scores
 
     def _record(self, model: Any, window: int, strict: bool) -> torch.cuda.CUDAGraph | None:
-        """The step as a graph, or None where there are no graphs.
+        """Return the step as a CUDA graph, or None where it cannot be recorded.
 
-        Before it is recorded it has to run once, for what is only done the first time. If every
-        row goes on as itself, that changes nothing that the step itself does not overwrite.
+        A step runs once before it is recorded, for what is only done the first time. With every
+        row as its own parent, that changes nothing that the step itself does not overwrite.
         """
         parent, self._before = self.parent.clone(), self.clock.position.clone()
         self.parent.copy_(torch.arange(self.shape.k, device=parent.device).expand_as(parent))
@@ -214,14 +219,14 @@ class Workspace:
             if self.shape.device.type == "cuda":
                 graph = self._captured(model, window)
             else:
-                with _NoWaiting():
+                with _NoSynchronisation():
                     self._compute(model, window)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
             if strict:
                 raise
-            log.info("a step is not recorded: %s: %s", type(error).__name__, error)
+            log.info("a step of the model is not recorded: %s: %s", type(error).__name__, error)
         self.parent.copy_(parent)
         self.clock.position.copy_(self._before)
         return graph
@@ -230,37 +235,37 @@ class Workspace:
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         if self.logits.scores is None:
-            # This shows which operation makes the logits. The next time it is done another way,
-            # which has to run once before it is recorded, as everything has.
+            # This run shows which operation makes the logits. From the next one on it writes them
+            # elsewhere, which must have run once before it is recorded, as everything must.
             self._compute(model, window)
             self.clock.position.copy_(self._before)
-        return captured(lambda: self._compute(model, window), self.pool, _NoWaiting())
+        return capture(lambda: self._compute(model, window), self.pool, _NoSynchronisation())
 
     def _compute(self, model: Any, window: int) -> None:
-        """Let the rows go on from their parents, and ask the model."""
+        """Let every row continue from its parent, run the model, and keep its logits."""
         self.clock.window = window
         torch.minimum(self.clock.position + 1, self.limit, out=self.clock.position)
         if self.by_table:
             from cpsbs.backends.triton.kernels.cache import advance
 
             advance(self.place, self.mask, self.parent, self.clock.position, window)
-            logits = self._ask(model, window)
+            logits = self._forward(model, window)
             if all(layer.was_read() for layer in self.held):
                 self.logits.keep(logits)
                 return
             log.info("%s reads its cache itself; its rows are moved", type(model).__name__)
-            # The table has gone on already: what it says is what the parents held.
-            self._go_over_to_rows()
+            # The table has advanced already, so that it leads every row to its parent's past.
+            self._leave_table()
             self.gave_up_table = True
         else:
             if self.shape.k > 1:
                 reorder(self.states, self.parent, self.clock.position, window)
             here = self.clock.position[:, None, None].expand(-1, self.shape.k, 1)
             self.mask.view_as(self.place).scatter_(2, here, 0.0)
-        self.logits.keep(self._ask(model, window))
+        self.logits.keep(self._forward(model, window))
 
-    def _ask(self, model: Any, window: int) -> Tensor:
-        """The model's logits after the tokens in the buffer."""
+    def _forward(self, model: Any, window: int) -> Tensor:
+        """Run the model on the tokens in the buffer, and return their logits."""
         mask, token = self.mask[..., :window], self.token.view(-1, 1)
         inputs: dict[str, Any] = {"past_key_values": self.cache, "use_cache": True}
         if self.shape.source_length:
@@ -277,8 +282,8 @@ class Workspace:
         with one_query_attention(self.held) if self.held else nullcontext():
             return self.logits.of(model, inputs)
 
-    def _go_over_to_rows(self) -> None:
-        """Whatever the table says, put it into the rows; from here on they are moved."""
+    def _leave_table(self) -> None:
+        """Copy into every row what the table says of it; from here on, the rows are moved."""
         if self.shape.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("the model reads its cache otherwise than before")
         sources, k = self.shape.sources, self.shape.k
@@ -290,7 +295,7 @@ class Workspace:
             for state in self.states:
                 rows = state.view(sources, k, *state.shape[1:])
                 found = rows[source, place, :, t].transpose(2, 3)
-                # What is masked has to be finite.
+                # Masked keys and values must be finite: 0 · NaN is NaN.
                 rows.copy_(torch.where(held, found, 0.0))
             self.cross = self.cross.repeat_interleave(k, dim=1)
             self.by_table = False
@@ -299,11 +304,11 @@ class Workspace:
 
 
 def _pairs(states: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Keys and values of each layer."""
+    """Return the keys and values of each layer."""
     return list(zip(states[::2], states[1::2], strict=True))
 
 
-class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+class _NoSynchronisation(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Raises where the host would wait for the device, which cannot be recorded."""
 
     def __init__(self) -> None:
@@ -325,11 +330,11 @@ class _NoWaiting(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
 
 
 def rung(n: int) -> int:
-    """The smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is not below n."""
+    """Return the smallest of 1, 2, 3, 4, 6, 8, 12, 16, 24, … that is at least n."""
     power = 1 << max(n - 1, 0).bit_length()
     return power // 4 * 3 if power >= 4 and n <= power // 4 * 3 else power
 
 
 def ladder(n: int, unit: int) -> int:
-    """The smallest of those, times the unit, that is not below n."""
+    """Return the smallest ``unit * rung(i)`` that is at least n."""
     return unit * rung(math.ceil(n / unit))

@@ -1,4 +1,4 @@
-"""Models of transformers: the adapter, its processors, and its KV cache."""
+"""The adapter for transformers models: its inputs, its logits processors, and its KV cache."""
 
 from cpsbs.models.transformers.adapter import TransformersModel
 

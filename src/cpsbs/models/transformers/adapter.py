@@ -1,13 +1,13 @@
-"""Any transformers model that can ``generate``, decoder-only or encoder–decoder.
+"""The adapter for transformers models that can ``generate``, decoder-only or encoder–decoder.
 
-What transformers does before it generates (running the encoder, making a cache, masks and
-positions) it does for us too: ``model.generate`` is called with a decoding method that only keeps
-what it is given. From there on the rows are ours. They are selected by parent at every step, so
-that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
+What transformers prepares before it generates (encoder states, an empty KV cache, masks and
+positions) it prepares for us too: ``model.generate`` is called with a decoding method that only
+keeps what it is given. From there on the rows are ours. They are selected by parent at every step,
+so that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
 hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of some source
 changes, and on a CPU keys and values stay in the same memory (``growing``). On a GPU a step of many
-small kernels costs more to launch than to compute; there every source keeps the same number of
-rows, and the step is recorded once (``cpsbs.backends.triton.recorded``).
+small kernels takes longer to launch than to compute. There the backend of the search may take over:
+every source keeps K rows, and the step is recorded as a CUDA graph (``Backend.fixed_steps``).
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from cpsbs.models.transformers.moves import Moves, rows_of_value
 from cpsbs.models.transformers.processors import Criteria, Layout, Processors
 
 if TYPE_CHECKING:
-    from cpsbs.backends.triton.recorded import RecordedSteps
+    from cpsbs.backends import Backend, FixedSteps
 
 CACHE = "past_key_values"
+"""The name of the KV cache among a model's inputs."""
 
 OURS = ("MaxLengthCriteria", "EosTokenCriteria")
-"""Stopping criteria that the search itself stands for."""
+"""Stopping criteria that the search itself applies."""
 
 FORCED_END = "ForcedEOSTokenLogitsProcessor"
+"""The processor that forces the end token at the maximal length."""
 
 
 class TransformersModel:
@@ -45,7 +47,7 @@ class TransformersModel:
             the checkpoint's generation config but what defines the model's support: forced,
             suppressed and bad tokens.
         inputs: what you would pass to ``generate``: ``input_ids``, ``attention_mask``,
-            ``encoder_outputs``, … Prompts of decoder-only models are padded on the left.
+            ``encoder_outputs``, … Prompts of decoder-only models must be padded on the left.
     """
 
     def __init__(self, model: Any, *, logits_processor: Any = None, **inputs: Any) -> None:
@@ -55,7 +57,7 @@ class TransformersModel:
 
     @classmethod
     def from_generate(cls, model: Any, **given: Any) -> TransformersModel:
-        """From what transformers hands to a decoding method (see ``_begin``), a row a source."""
+        """Make one from what transformers passes to a decoding method, with a row a source."""
         self = cls.__new__(cls)
         self._begin(model, **given)
         return self
@@ -85,9 +87,9 @@ class TransformersModel:
         first_eos = self.eos[0] if self.eos else 0
         self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
         layout = Layout(self.sources, config.num_beams, self.pad)
-        # An unfinished sequence of maximal length is an outcome here; its end is not forced.
+        # A search may return an unfinished sequence of maximal length; its end is not forced.
         wanted = [p for p in processors if type(p).__name__ != FORCED_END]
-        # Not a method: a cycle of references would keep buffers on the device for too long.
+        # Not a method, because a cycle of references would keep buffers on the device for long.
         ended = partial(_have_ended, self.eos, input_ids.shape[-1])
         self._processors = Processors(wanted, layout, ended)
         others = [c for c in criteria if type(c).__name__ not in OURS]
@@ -95,7 +97,8 @@ class TransformersModel:
         self._in_training = any(module.training for module in model.modules())
         self._source = torch.arange(self.sources, device=self.device)
         self._started, self._owns = False, False
-        self._recorded: RecordedSteps | None = None
+        self._fixed: FixedSteps | None = None
+        """The steps of fixed shape, once the rows are fixed."""
         text_config = model.config.get_text_config()
         self.vocab_size: int = getattr(text_config, "vocab_size", 0)
 
@@ -104,14 +107,14 @@ class TransformersModel:
         return bool(self._model.config.is_encoder_decoder)
 
     def start(self) -> Tensor:
-        """Scores of the first token after the prompt."""
+        """Return the scores [sources, V] of the first token after the prompt."""
         if self._started:
             raise ValueError("a TransformersModel holds the state of one search; make another one")
         self._started = True
         return self._forward(first=True)
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """Scores after one more token."""
+        """Return the scores [rows, V] after one more token."""
         if self.device.type == "cpu" and self._ids.shape[-1] == self.prompt.shape[-1]:
             self._let_grow()
         self._select(parent)
@@ -119,7 +122,7 @@ class TransformersModel:
         return self._forward(first=False)
 
     def _let_grow(self) -> None:
-        """The cache of the prompt gets room for what follows."""
+        """Give the KV cache of the prompt room for the tokens that follow."""
         cache = self._kwargs.get(CACHE)
         cache = getattr(cache, "self_attention_cache", cache)
         if hasattr(cache, "layers") and not torch.is_grad_enabled():
@@ -127,22 +130,19 @@ class TransformersModel:
 
             let_grow(cache)
 
-    def fix_rows(self, k: int, steps: int) -> bool:
-        """Whether every source can have K rows from here on, for at most ``steps`` more tokens.
+    def fix_rows(self, k: int, steps: int, backend: Backend) -> bool:
+        """Give every source K rows for at most ``steps`` more tokens, if the backend can.
 
-        Then ``step`` takes the place of ``advance``. It is possible after ``start``, on a GPU, for
-        models that hold nothing between tokens but keys and values; and not if the caller has
-        stopping criteria.
+        Returns whether it can; then ``step`` takes the place of ``advance``. That is possible
+        after ``start``, for models that hold nothing between tokens but keys and values, and not
+        if the caller has stopping criteria.
         """
-        from cpsbs.backends.triton import recorded
-
-        on_gpu = self.device.type == "cuda"
-        at_start = self._started and len(self._ids) == self.sources and self._recorded is None
-        if not (on_gpu or recorded.ON_CPU) or not at_start or self._criteria or steps < 1:
+        at_start = self._started and len(self._ids) == self.sources and self._fixed is None
+        if not at_start or self._criteria or steps < 1:
             return False
         with self._evaluating():
-            self._recorded = recorded.begin(self._model, self._kwargs, k, steps, self._apart)
-        if self._recorded is None:
+            self._fixed = backend.fixed_steps(self._model, self._kwargs, k, steps, self._ordinary)
+        if self._fixed is None:
             return False
         del self._kwargs[CACHE]
         if self._processors:
@@ -151,19 +151,18 @@ class TransformersModel:
         return True
 
     def step(self, parent: Tensor, token: Tensor) -> Tensor:
-        """[b·K, V] scores after one more token, once the rows are fixed.
+        """Return the scores [b·K, V] after one more token, once the rows are fixed.
 
         The next step overwrites them. They are of the model's dtype unless there are processors.
 
         Args:
-            parent: [b, K] which of its source's rows, 0 … K − 1, each row continues. At first they
-                are all alike.
-            token: [b, K]
+            parent: [b, K] which of its source's rows, 0 … K − 1, each row extends. At first these
+                rows are all alike.
+            token: [b, K] the token by which it extends it.
         """
-        if self._recorded is None:
-            raise ValueError("step() needs fix_rows() to have returned True")
+        fixed = self._fixed_steps("step")
         with self._evaluating():
-            scores = self._recorded.step(parent, token)
+            scores = fixed.step(parent, token)
         if not self._processors:
             return scores
         first = torch.arange(0, parent.numel(), parent.shape[1], device=self.device)
@@ -173,58 +172,46 @@ class TransformersModel:
 
     def memo(self) -> dict[Any, Any]:
         """Return a dictionary that lives as long as the buffers of ``step``."""
-        if self._recorded is None:
-            raise ValueError("memo() needs fix_rows() to have returned True")
-        return self._recorded.memo
+        return self._fixed_steps("memo").memo
 
     def keep_sources(self, sources: Tensor) -> None:
-        """Only these sources [b'], in ascending order, go on; the rows are fixed."""
-        if self._recorded is None:
-            raise ValueError("keep_sources() needs fix_rows() to have returned True")
-        self._recorded.keep_sources(sources)
+        """Drop all sources but these [b'], which are given in ascending order."""
+        fixed = self._fixed_steps("keep_sources")
+        fixed.keep_sources(sources)
         if self._processors:
-            self._ids = self._ids.view(-1, self._recorded.k, self._ids.shape[-1])[sources]
-            self._ids = self._ids.flatten(0, 1)
-            self._source = self._source.view(-1, self._recorded.k)[sources].flatten()
+            self._ids = self._ids.view(-1, fixed.k, self._ids.shape[-1])[sources].flatten(0, 1)
+            self._source = self._source.view(-1, fixed.k)[sources].flatten()
 
-    def rest(self, places: list[int]) -> None:
-        """Nobody asks for the sources in these places any more; the rows are fixed."""
-        if self._recorded is not None:
-            self._recorded.rest(places)
+    def retire(self, places: list[int]) -> None:
+        """Take note that the search needs the sources in these places no more."""
+        if self._fixed is not None:
+            self._fixed.retire(places)
 
     def admits(self, other: Any) -> bool:
-        """Whether the sources of another one, which has started, can take places here."""
+        """Return whether the sources of another model, which has started, can take places here."""
         same = isinstance(other, TransformersModel) and other._model is self._model
-        if self._recorded is None or not same:
+        if self._fixed is None or not same:
             return False
-        if self._processors or other._processors or other._criteria or other._recorded is not None:
+        if self._processors or other._processors or other._criteria or other._fixed is not None:
             return False
-        prefix = other._prefix()
-        return prefix is not None and self._recorded.admits(prefix)
+        return self._fixed.admits(other._kwargs)
 
     def join(self, places: list[int], other: TransformersModel) -> None:
-        """The sources of another one take these places; ``admits`` has said that they can."""
-        prefix = other._prefix()
-        if self._recorded is None or prefix is None:
-            raise ValueError("join() needs admits() to have returned True")
-        self._recorded.join(places, prefix)
+        """Let the sources of a model that ``admits`` has accepted take these places."""
+        self._fixed_steps("join").join(places, other._kwargs)
         del other._kwargs[CACHE]
 
     def release(self) -> None:
-        """The search is over: its buffers are for others."""
-        self._recorded = None
+        """Free the buffers for other searches, because this one is over."""
+        self._fixed = None
 
-    def _prefix(self) -> Any:
-        """What it holds after the prompt; None if that is not of the known kind."""
-        from cpsbs.backends.triton.prefix import NotPossibleError, Prefix
+    def _fixed_steps(self, call: str) -> FixedSteps:
+        if self._fixed is None:
+            raise ValueError(f"{call}() was called, but fix_rows() has not returned True")
+        return self._fixed
 
-        try:
-            return Prefix.of(self._model, self._kwargs)
-        except NotPossibleError:
-            return None
-
-    def _apart(self) -> TransformersModel:
-        """A copy that can go on by itself, without processors."""
+    def _ordinary(self) -> TransformersModel:
+        """Return a copy that can go on by itself, without processors."""
         apart = copy.copy(self)
         apart._processors, apart._kwargs = self._processors.without_any(), dict(self._kwargs)
         if CACHE in apart._kwargs:
@@ -232,7 +219,7 @@ class TransformersModel:
         return apart
 
     def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
-        """[rows] whether a stopping criterion of the caller ends these extensions."""
+        """Return [rows] whether a stopping criterion of the caller ends each extension."""
         if not self._criteria:
             return None
         if not len(parent):
@@ -241,11 +228,12 @@ class TransformersModel:
         return self._criteria(ids, self._source[parent])
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Switch off dropout, if there is any; to look at all modules would slow every step."""
+        """Switch off dropout, if there is any; asking all modules would slow every step."""
         trains = self._in_training or self._model.training
         return evaluating(self._model) if trains else nullcontext()
 
     def _forward(self, first: bool) -> Tensor:
+        """Run the model on the latest tokens, and return the processed scores."""
         with self._evaluating():
             return self._scores(first)
 
@@ -293,10 +281,10 @@ class TransformersModel:
         self._owns |= not same_sources
 
     def _moves(self, parent: Tensor, source: Tensor) -> Moves:
-        """What it takes that rows are those of other sources.
+        """Return the move of what belongs to sources, when rows become those of other sources.
 
-        The rows of a source have the same encoder states. So where there are fewer rows than
-        before, and they are nobody else's, only those at the borders of sources are written anew.
+        The rows of a source have the same encoder states. So where there are no more rows than
+        before, and the tensors are ours, only rows whose source changes are written anew.
         """
         shrinks = self._owns and len(source) <= len(self._source)
         if shrinks and self.device.type == "cpu" and not torch.is_grad_enabled():
@@ -304,14 +292,14 @@ class TransformersModel:
         return Moves(parent)
 
     def _grows(self, name: str) -> bool:
-        """Whether this input has an entry for every token of a hypothesis."""
+        """Return whether this input has an entry for every token of a hypothesis."""
         if self._is_encoder_decoder:
             return name.startswith("decoder_")
         # The masks and positions of all hypotheses of a source are alike.
         return False
 
     def _reorder(self, cache: Any, parent: Tensor, of_sources: Moves | None) -> None:
-        """Rows of the cache; those that belong to sources only if these have changed."""
+        """Select rows of the KV cache, and of the cross-attention only if their sources change."""
         if hasattr(self._model, "_reorder_cache"):
             self._kwargs[CACHE] = self._model._reorder_cache(cache, parent)
         elif hasattr(cache, "self_attention_cache"):
@@ -330,13 +318,13 @@ class TransformersModel:
 
 
 def _have_ended(eos: tuple[int, ...], prompt: int, ids: Tensor) -> Tensor:
-    """[rows] whether there is an end token in these rows [rows, t], behind the prompt."""
+    """Return [rows] whether each row [rows, t] has an end token behind the prompt."""
     ends = torch.tensor(eos, dtype=ids.dtype, device=ids.device)
     return torch.isin(ids[:, prompt:], ends).any(-1)
 
 
 def _shallow(cache: Any) -> Any:
-    """A cache of the same tensors. Layers that grow replace theirs and do not write into them."""
+    """Return a cache with the same tensors, whose layers replace them without writing into them."""
     cache = copy.copy(cache)
     for name in ("self_attention_cache", "cross_attention_cache"):
         if hasattr(cache, name):

@@ -1,9 +1,9 @@
-"""Keys and values on a CPU, in memory that is kept from step to step.
+"""A KV cache for CPUs that keeps its memory from step to step.
 
-A step takes the rows in another order and adds a token to each. transformers does one after the
-other, each time into a new tensor; and the memory of a large one is mapped by the system page by
-page when it is first written to, which takes ten times as long as the copy itself. Here both are
-one copy, into the memory that the last tensor to move has left.
+A step reorders the rows and adds a token to each. transformers does one after the other, each time
+into a new tensor; and the system maps the memory of a large tensor page by page when it is first
+written to, which takes ten times as long as the copy itself. Here both are one copy, into the
+memory that the previous tensor has left.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 MORE = 16
-"""Tokens that new memory has room for beyond those that are there."""
+"""Further tokens that new memory has room for"""
 
 Spare = list[Tensor]
-"""Memory that nobody uses, at most one piece; all tensors of a model share it."""
+"""Memory that is free, at most one piece; all tensors of a cache share it."""
 
 
 class Growing:
-    """A tensor [rows, heads, tokens, dim] that grows."""
+    """A tensor [rows, heads, tokens, dim] that grows by tokens."""
 
     def __init__(self, given: Tensor, spare: Spare) -> None:
         self._spare, self.now = spare, given
         self._memory: Tensor | None = None
-        """Where ``now`` lies, once that is ours: what is given may be somebody else's too."""
+        """The memory of ``now``, once it is ours; the tensor given at first may be shared."""
 
     def grow(self, index: Tensor | None, new: Tensor) -> Tensor:
-        """The rows [n] named, or all, each with the tokens [n, heads, t, dim] that follow."""
+        """Return the rows ``index`` [n], or all, with new tokens [n, heads, t, dim] at the end."""
         before, memory = self.now, self._memory
         rows, heads, more, dim = new.shape
         length = before.shape[2]
@@ -48,6 +48,7 @@ class Growing:
         return self.now
 
     def _room_for(self, size: int, more: int) -> Tensor:
+        """Return free memory of at least ``size`` elements; if it must be new, with ``more``."""
         memory = self._spare.pop() if self._spare else None
         if memory is None or memory.numel() < size or memory.dtype != self.now.dtype:
             memory = torch.empty(size + more, dtype=self.now.dtype, device=self.now.device)
@@ -55,7 +56,7 @@ class Growing:
 
 
 class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """What transformers' layer holds; an order of rows waits for the tokens that come with it."""
+    """A cache layer of transformers that reorders its rows together with the next update."""
 
     def __init__(self, layer: Any, spare: Spare) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -67,19 +68,19 @@ class GrowingLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Add tokens."""
+        """Apply the pending order of rows, add the new tokens, and return keys and values."""
         new = (key_states, value_states)
         keys, values = (x.grow(self._order, y) for x, y in zip(self._both, new, strict=True))
         self.keys, self.values, self._order = keys, values, None
         return keys, values
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take these rows, at the next update."""
+        """Select these rows at the next update."""
         self._order = beam_idx if self._order is None else self._order[beam_idx]
 
 
 def let_grow(cache: Any) -> None:
-    """Let the layers of a cache grow this way, those that are of the kind known here."""
+    """Replace the layers of a cache that are plain dynamic layers by growing ones."""
     spare: Spare = []
     for i, layer in enumerate(cache.layers):
         if type(layer) is DynamicLayer and layer.is_initialized:

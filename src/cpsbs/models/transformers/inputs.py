@@ -1,7 +1,8 @@
 """What transformers prepares for a decoding method, and what of it is refused.
 
-Settings of a checkpoint that change the distribution are set back or refused, so that nothing the
-caller did not ask for creeps in; so are prompts that do not end where the model is to go on.
+Settings of a checkpoint that change the distribution are reset or refused, so that nothing creeps
+in that the caller did not ask for. Prompts that do not end where the model is to continue are
+refused too.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ NEUTRAL: dict[str, Any] = {
     "num_beam_groups": 1,
     "diversity_penalty": 0.0,
 }
-"""Settings that change the distribution, at the value that does not."""
+"""Settings that can change the distribution, each with the value that does not."""
 
 
 def inherited(model: Any, config: Any) -> dict[str, Any]:
-    """Settings in ``config`` that change the distribution and come from the checkpoint."""
+    """Return the checkpoint's settings in ``config`` that change the distribution."""
     own = model.generation_config
     found = {name: getattr(own, name, None) for name in NEUTRAL}
     return {
@@ -51,10 +52,10 @@ def inherited(model: Any, config: Any) -> dict[str, Any]:
 
 
 def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
-    """What transformers prepares for a decoding method.
+    """Return what transformers passes to a decoding method, as arguments of ``from_generate``.
 
-    Settings of the checkpoint that change the distribution are set back, unless the inputs name
-    them; what cannot be set back is refused.
+    Settings of the checkpoint that change the distribution are reset, unless the inputs name them;
+    those that cannot be reset are refused.
     """
     refuse_empty(inputs.get("input_ids"))
     own = inherited(model, model.generation_config)
@@ -99,11 +100,11 @@ def refuse_empty(input_ids: Tensor | None) -> None:
 
 
 def refuse_right_padding(ids: Tensor, mask: Tensor | None, pad: int | None) -> None:
-    """Refuse prompts [B, t] that do not end where the model is to go on.
+    """Refuse prompts [B, t] that do not end where the model is to continue.
 
-    The mask [B, t] says what is padding. If nobody gave one, transformers takes the padding token
-    for padding, but not where it also ends sequences: then ``pad`` is looked for here. A row that
-    ends with it, where others do not, is taken to be padded.
+    The mask [B, t] says what is padding. If the caller gave none, transformers takes the padding
+    token for padding, except where it also ends sequences. Then ``pad`` is that token, and a row
+    that ends with it, where others do not, is taken to be padded.
     """
     padded = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
     if mask is not None and mask.ndim == 2:

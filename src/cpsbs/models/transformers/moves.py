@@ -1,4 +1,4 @@
-"""Rows of a model's inputs that change places."""
+"""Selects rows of a model's inputs when hypotheses change rows."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """A new order of rows."""
+    """A selection of rows, which a tensor is called with."""
 
     parent: Tensor
-    """[rows] which rows they are."""
+    """[rows] which of the old rows each new row is"""
     anew: Tensor | None = None
-    """If not all, those that are not yet what they will be; the tensor itself is changed."""
+    """The new rows that differ from the old ones in their places. If they are given, only these are
+    written, into the tensor itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The rows of x."""
+        """Return the selected rows of x."""
         if self.anew is None:
             return x.index_select(0, self.parent.to(x.device))
         x.index_copy_(0, self.anew, x.index_select(0, self.parent[self.anew]))
@@ -26,7 +27,7 @@ class Moves:
 
 
 def rows_of_value(value: Any, moves: Moves) -> Any:
-    """Rows of a tensor, or of the tensors in a ModelOutput."""
+    """Return the selected rows of a tensor, or select those of all tensors in a ModelOutput."""
     if isinstance(value, Tensor):
         return moves(value) if value.ndim else value
     if hasattr(value, "keys") and hasattr(value, "__setitem__"):

@@ -40,8 +40,8 @@ ROW_WISE = frozenset(
 ROW_A_SOURCE = frozenset(
     {"EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"}
 )
-"""Classes of transformers that look up something of a row's source. They are shown one row a source
-whatever ``num_beams`` is: the second one is wrong for any other number."""
+"""Classes of transformers that look up a row's source. They are shown one row for each source,
+whatever ``num_beams`` is, because the second one is wrong for any other number."""
 
 REMEMBERS_ROWS = {
     "ClassifierFreeGuidanceLogitsProcessor": "doubles the batch",
@@ -55,7 +55,7 @@ REMEMBERS_ROWS = {
 
 
 def _transformers_name(processor: Any) -> str:
-    """The name of a class of transformers; "" for anybody else's."""
+    """Return the name of the processor's class if transformers defines it, else ""."""
     kind = type(processor)
     return kind.__name__ if kind.__module__.startswith("transformers.") else ""
 
@@ -92,7 +92,7 @@ class Layout:
     def __init__(self, sources: int, beams: int, pad: int) -> None:
         self._sources, self._beams, self._pad = sources, beams, pad
         self._latest: Tensor | None = None
-        """[sources, tokens] a row of each source, when it was last seen."""
+        """[sources, tokens] a row of each source, as it was last seen"""
 
     def apply(
         self,
@@ -135,7 +135,7 @@ class Layout:
         return results
 
     def _followed(self, ids: Tensor, first: Tensor, count: Tensor) -> Tensor:
-        """[sources, t] the first row of each source; as it was last if there is none."""
+        """Return [sources, t] the first row of each source, or the last one seen if it has none."""
         now = ids[first.clamp(max=len(ids) - 1)]
         if self._latest is not None:
             missing = ids.shape[-1] - self._latest.shape[-1]
@@ -149,9 +149,10 @@ class Processors:
     """The caller's logits processors, in their order.
 
     Args:
-        processors: as transformers has them.
-        layout: what those see that may know of sources.
-        ended: maps rows [rows, t] to which of them [rows] have ended; nothing is asked about those.
+        processors: the processors, in the order in which they apply.
+        layout: shows rows to processors that may know of sources.
+        ended: maps rows [rows, t] to whether each [rows] has ended; constraints are not asked
+            about those.
     """
 
     def __init__(
@@ -164,11 +165,11 @@ class Processors:
         return len(self._processors)
 
     def without_any(self) -> Processors:
-        """Return what changes no scores."""
+        """Return an empty list of processors with the same layout."""
         return Processors([], self._layout, self._ended)
 
     def __call__(self, ids: Tensor, scores: Tensor, source: Tensor) -> Tensor:
-        """[rows, V] the scores [rows, V] after the tokens [rows, t] of these sources [rows]."""
+        """Return the processed scores [rows, V], given tokens [rows, t] and sources [rows]."""
         for processor in self._processors:
             name = _transformers_name(processor)
             if name in ROW_WISE:
@@ -181,7 +182,7 @@ class Processors:
         return scores
 
     def _constrained(self, processor: Any, ids: Tensor, scores: Tensor, source: Tensor) -> Tensor:
-        """The scores of the tokens that ``prefix_allowed_tokens_fn`` allows; -inf for others."""
+        """Return the scores, with -inf for tokens that are not allowed."""
         allowed = torch.full_like(scores, -math.inf)
         ended = self._ended(ids).tolist()
         for row, number in enumerate(source.tolist()):
@@ -199,7 +200,7 @@ class Processors:
 
 
 def _checked(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """A processor whose result has the shape that it must have."""
+    """Return the processor with a check of the shape of its result."""
 
     def call(ids: Tensor, scores: Tensor) -> Tensor:
         found = processor(ids, scores)
@@ -215,7 +216,7 @@ def _checked(processor: Any) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 class Criteria:
-    """The caller's stopping criteria; they see tokens and no scores."""
+    """The caller's stopping criteria, which see tokens but no scores."""
 
     def __init__(self, criteria: Sequence[Any], layout: Layout) -> None:
         refuse_criteria(criteria)
@@ -225,7 +226,7 @@ class Criteria:
         return len(self._criteria)
 
     def __call__(self, ids: Tensor, source: Tensor) -> Tensor:
-        """[rows] whether some criterion ends these tokens [rows, t] of these sources [rows]."""
+        """Return [rows] whether a criterion ends the tokens [rows, t] of the sources [rows]."""
         ended = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
         for criterion in self._criteria:
             call = _without_scores(criterion)
@@ -237,7 +238,7 @@ class Criteria:
 
 
 def _without_scores(criterion: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """A criterion as a function of rows that returns a truth value for each."""
+    """Return the criterion as a function that maps rows to a truth value for each."""
 
     def call(ids: Tensor, _: Tensor) -> Tensor:
         name = getattr(criterion, "__name__", type(criterion).__name__)

@@ -1,6 +1,6 @@
-"""The floor of the designs on a GPU, in Triton: the same numbers and the same laws, in fewer reads.
+"""Triton kernels: the numbers and the laws of the reference, in fewer passes over the scores.
 
-Chosen by themselves where they can be; what runs everywhere else is the reference.
+Each module holds kernels and the functions that launch them. Only ``backends.triton`` calls these.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ import os
 import torch
 
 POWER_SUMS = 8
-"""How many the first reading of the scores collects where they are wanted: on a GPU they cost no
-time, and more would be needed by no distribution (see ``kernels.poisson``)."""
+"""How many power sums the reading of the scores collects where a design wants any: on a GPU they
+cost no time, and no distribution needs more (see ``kernels.poisson_programs``)."""
 
 MOST_IN_HEAD = 4096
-"""How many of the largest candidates a kernel finds; it compares all pairs of them."""
+"""The most candidates that ``head`` finds in a source, because it compares all pairs of them."""
 
 MOST_CHUNKS = 2**21
-"""Of a source: a kernel keeps three counts of them in one number."""
+"""The most chunks of a source, because ``head`` packs three counts of them into one integer."""
 
 
 def usable(device: torch.device) -> bool:
-    """Whether kernels run on this device: a CUDA card with Triton, or Triton's interpreter."""
+    """Return whether kernels run on this device: a GPU with Triton, or Triton's interpreter."""
     if importlib.util.find_spec("triton") is None:
         return False
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"

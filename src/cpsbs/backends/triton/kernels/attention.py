@@ -1,9 +1,9 @@
-"""Attention of one new token per row to a cache, as a decoding step needs it.
+"""Attention from one new token per row to the KV cache, as a decoding step needs it.
 
-The job is to read the keys and values once. To its own past a row attends by a table that says in
+The aim is to read keys and values once. A row attends to its own past through a table that says in
 which row of its source each position lies, so that nothing has to move when hypotheses change rows,
-and what hypotheses have in common is read from the same memory. To the encoder's states all rows of
-a source attend together. Heads that share keys and values are queries that share them.
+and what hypotheses have in common is read from the same memory. All rows of a source attend to the
+encoder's states together. Query heads that share keys and values are handled as several queries.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = {False: 1024, True: 4096}
-"""Elements of the keys, and of the values, that a program reads at once: for one query, and for
-several, which tensor cores take …"""
+"""Elements of the keys, and of the values, that a program reads at a time: with one query (False),
+and with several (True), which tensor cores multiply …"""
 
 WARPS = {False: 1, True: 2}
-"""… with so many warps. One query needs many small programs, which do not wait for each other."""
+"""… and its warps. For one query, many small programs hide each other's latency best."""
 
 QUERIES = 16
-"""Those of a program that share keys; what tensor cores multiply has 16 rows at least."""
+"""Queries of a program that share keys: tensor cores multiply at least 16 rows."""
 
 
 @triton.jit
 def _plus(score, added, at, shown):
-    """Scores and what is added to them, if anything is."""
+    """Return the scores with what is added to them at these places, if anything is."""
     if added is not None:
         score += tl.load(added + at, mask=shown, other=0.0).to(tl.float32)
     return score
@@ -36,7 +36,10 @@ def _plus(score, added, at, shown):
 
 @triton.jit
 def _blend(score, v, top, total, mean):
-    """The softmax of queries [Q] goes on by scores [Q, T] of values [T, dim]."""
+    """Update the running softmax of queries [Q] by scores [Q, T] and values [T, dim].
+
+    It is kept as the largest score [Q], the sum of weights [Q] and the weighted sum [Q, dim].
+    """
     higher = tl.maximum(top, tl.max(score, 1))
     weight, fade = tl.exp(score - higher[:, None]), tl.exp(top - higher)
     total = total * fade + tl.sum(weight, 1)
@@ -54,10 +57,11 @@ def _own(
     GROUP: tl.constexpr, PADDED: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The queries of a row [GROUP] that share a head of keys: its past, and its new key.
+    """Program (row, kv head): attend from the row's GROUP queries to its past and its new key.
 
-    This program alone looks at the new key, and writes it into the cache for later steps; what
-    others read of this row stands before it.
+    It finds the row's past through the table, writes GROUP · DIM outputs, and then the new key and
+    value into the cache at the row's position. Other programs may read this row at the same time,
+    but only at earlier positions.
     """
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
@@ -68,14 +72,14 @@ def _own(
     inside = dims < DIM
     k_new = tl.load(new_keys + row * nk_row + kv_head * nk_head + dims, mask=inside, other=0.0)
     v_new = tl.load(new_values + row * nv_row + kv_head * nv_head + dims, mask=inside, other=0.0)
-    # From not quite −∞ on, so that where nothing is seen there is no ∞ − ∞.
+    # The maximum starts above −∞, so that rows that see nothing do not compute ∞ − ∞.
     if GROUP == 1:
         head = kv_head
         q = tl.load(query + row * q_row + head * q_head + dims, mask=inside, other=0.0)
         q = q.to(tl.float32)
         score_new = tl.sum(q * k_new.to(tl.float32), 0) * scaling
-        queried = head >= 0  # There is but one.
-        # Each place of a block on its own, so that warps wait for each other at the end only.
+        queried = head >= 0  # always true: there is one query
+        # Every place of a block has a softmax of its own; they are joined after the loop.
         top, total = tl.full([BLOCK], -3.4e38, tl.float32), tl.zeros([BLOCK], tl.float32)
         mean = tl.zeros([BLOCK, PADDED_DIM], tl.float32)
     else:
@@ -99,7 +103,7 @@ def _own(
         at = (((source * k + holder) * kv_heads + kv_head) * capacity + t) * DIM
         at = at[:, None] + dims[None, :]
         shown = held[:, None] & inside[None, :]
-        # Both before anything waits for the first.
+        # Both loads are issued before the first result is waited for.
         key = tl.load(keys + at, mask=shown, other=0.0)
         value = tl.load(values + at, mask=shown, other=0.0)
         if GROUP == 1:
@@ -126,7 +130,7 @@ def _own(
         total, mean, top = tl.sum(total * fade, 0), tl.sum(mean * fade[:, None], 0), highest
     higher = tl.maximum(top, score_new)
     weight, fade = tl.exp(score_new - higher), tl.exp(top - higher)
-    # Of nothing seen there is nothing to divide by.
+    # A row that sees nothing has the sum 0.
     total = tl.maximum(total * fade + weight, 1e-30)
     out += row * kv_heads * GROUP * DIM
     if GROUP == 1:
@@ -152,19 +156,19 @@ def attend_by_table(
     scaling: float | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """[rows, 1, heads, dim] of queries [rows, heads, 1, dim], each row's to its past and itself.
+    """Attend from the new token of each row to its past and itself; return [rows, 1, heads, dim].
 
     Args:
-        query: of the new tokens.
-        new: their key and value [rows, kv heads, 1, dim].
-        cache: keys and values [rows, kv heads, capacity, dim], contiguous. The new ones are written
+        query: [rows, heads, 1, dim] the queries of the new tokens.
+        new: [rows, kv heads, 1, dim] their keys and values.
+        cache: [rows, kv heads, capacity, dim] keys and values, contiguous. The new ones are written
             into it, in their own row, at their position.
         place: [b, K, capacity] int32, in which row of its source each position of a row lies.
-        position: [b] of the new tokens.
-        mask: [rows or 1, heads or 1, 1, window] added to the scores.
-        bias: as the mask.
-        scaling: of the products; 1/√dim if not given.
-        window: a number above all positions that the host knows; the capacity if not given.
+        position: [b] the positions of the new tokens.
+        mask: [rows or 1, heads or 1, 1, window] what is added to the scores.
+        bias: what else is added, in the same shapes.
+        scaling: the factor of the products; by default 1/√dim.
+        window: a number above all positions that the host knows; by default the capacity.
     """
     rows, heads, _, dim = query.shape
     kv_heads, capacity = cache[0].shape[1:3]
@@ -194,7 +198,10 @@ def _shared(
     GROUP: tl.constexpr, QUERIES: tl.constexpr,
     DIM: tl.constexpr, PADDED_DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Some of the K · GROUP queries of a source to a head of keys."""
+    """Program (source, kv head, block): attend from QUERIES of the source's K · GROUP queries.
+
+    They share keys and values [length, DIM]; each has DIM outputs.
+    """
     source = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)
@@ -237,9 +244,10 @@ def attend_shared(
     bias: Tensor | None = None,
     scaling: float | None = None,
 ) -> Tensor:
-    """[b·K, 1, heads, dim] of queries [b·K, heads, 1, dim], to what the rows of a source share.
+    """Attend from queries [b·K, heads, 1, dim] to their sources; return [b·K, 1, heads, dim].
 
-    Keys and values are [b, kv heads, length, dim], contiguous; mask, bias and scaling as above.
+    Keys and values are [b, kv heads, length, dim], contiguous; for mask, bias and scaling see
+    ``attend_by_table``.
     """
     rows, heads, _, dim = query.shape
     sources, kv_heads, length, _ = key.shape
@@ -258,12 +266,12 @@ def attend_shared(
 
 
 def _dense(x: Tensor) -> Tensor:
-    """With the elements of a head side by side, as they nearly always are."""
+    """Return x with the elements of a head side by side, as they nearly always are."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _added(x: Tensor | None, rows: int, heads: int) -> tuple[Any, int, int, int]:
-    """It and its strides. Where it is the same for all rows or heads, their stride becomes 0."""
+    """Return x and its strides by row, head and position; they are 0 where x is broadcast."""
     if x is None:
         return None, 0, 0, 0
     strides = x.expand(rows, heads, 1, x.shape[-1]).stride()

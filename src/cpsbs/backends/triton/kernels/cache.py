@@ -1,4 +1,4 @@
-"""Which hypothesis holds what, after every row of a source has gone on from another one."""
+"""The KV cache after every row has continued from another row of its source: by table or moved."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import triton.language as tl
 from torch import Tensor
 
 TILE = 8192
-"""The most elements that one program holds in registers."""
+"""The most elements that a program holds in registers."""
 
 MOST_ROWS = 1024
-"""Of a source: a program holds a part of all of them."""
+"""The most rows of a source, because a program holds a part of all of them."""
 
 
 @triton.jit
@@ -18,7 +18,10 @@ def _advance(
     place, mask, parents, position, k, capacity,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of the positions of the K rows of a source; all is read before any is written."""
+    """Program (source, block): update BLOCK positions of the table for the source's K rows.
+
+    Everything is read before anything is written, as rows exchange their entries.
+    """
     source = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     here = tl.load(position + source)
@@ -31,20 +34,20 @@ def _advance(
         after = (source * k + row)[:, None] * capacity + t
         filled = exists[:, None] & (t <= here)
         holder = tl.load(place + before, mask=filled, other=0)
-        # The threads of a program read what others of them write.
+        # Threads read what other threads of the program write.
         tl.debug_barrier()
         tl.store(place + after, tl.where(t == here, row[:, None], holder), mask=filled)
         tl.store(mask + after, tl.zeros_like(holder), mask=filled & (t == here))
 
 
 def advance(place: Tensor, mask: Tensor, parent: Tensor, position: Tensor, window: int) -> None:
-    """Every row holds what its parent held, in the same places, and a new position in its own row.
+    """Let every row hold what its parent held, where it lies, and a new position in its own row.
 
     Args:
         place: [b, K, capacity] int32, overwritten.
         mask: [b·K, 1, 1, capacity]; it becomes 0 at the new position.
         parent: [b, K] numbers 0 … K − 1 of rows of the same source.
-        position: [b] the new one.
+        position: [b] the new position.
         window: a number above all positions that the host knows.
     """
     sources, k, capacity = place.shape
@@ -60,7 +63,10 @@ def _move(
     states, parents, position, sources, k, heads, blocks, inner, dim,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A block of the elements [inner] that a head has in each of the K rows of a source."""
+    """Move BLOCK of the ``inner`` = capacity · dim elements of one head between K rows of a source.
+
+    There is a program for each state, source, head and block.
+    """
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     head = program // blocks % heads
@@ -74,16 +80,16 @@ def _move(
         moves = ((row < k) & (parent != row))[:, None] & (at < end)[None, :]
         here = states + ((state * sources + source) * k * heads + head) * inner + at[None, :]
         held = tl.load(here + parent[:, None] * heads * inner, mask=moves)
-        # The threads of a program read what others of them write.
+        # Threads read what other threads of the program write.
         tl.debug_barrier()
         tl.store(here + row[:, None] * heads * inner, held, mask=moves)
 
 
 def move(states: Tensor, parent: Tensor, position: Tensor, window: int) -> None:
-    """In place: every row of states [n, b·K, heads, capacity, dim] goes on from its parent [b, K].
+    """Replace the past of each row in states [n, b·K, heads, capacity, dim] by its parent's [b, K].
 
-    What stands at a source's position [b] or behind it need not move; the window, which the host
-    knows, is not below any of them.
+    What stands at a source's position [b] or behind it need not move; ``window`` is an upper bound
+    of the positions that the host knows.
     """
     n, _, heads, capacity, dim = states.shape
     sources, k = parent.shape

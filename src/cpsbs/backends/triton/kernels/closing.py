@@ -1,4 +1,4 @@
-"""Scores of hypotheses that have ended: one candidate, themselves, in the place of token 0."""
+"""Lets hypotheses that have ended offer one candidate, themselves, in the place of token 0."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ BLOCK = 4096
 
 @triton.jit
 def _close(scores, present, finished, tokens, BLOCK: tl.constexpr):
-    """A block of one row; nothing is read or written if it goes on."""
+    """Program (row, block): overwrite BLOCK scores of the row if its hypothesis has ended.
+
+    The scores of other rows are neither read nor written.
+    """
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(present + row) == 0) | (tl.load(finished + row) != 0):
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -20,6 +23,6 @@ def _close(scores, present, finished, tokens, BLOCK: tl.constexpr):
 
 
 def close_rows(scores: Tensor, present: Tensor, finished: Tensor) -> None:
-    """In place: rows of scores [rows, V] whose hypotheses [b, P] are not present, or finished."""
+    """Overwrite rows of scores [b·P, V] whose hypotheses [b, P] are absent or finished."""
     rows, tokens = scores.shape
     _close[(rows, triton.cdiv(tokens, BLOCK))](scores, present, finished, tokens, BLOCK=BLOCK)

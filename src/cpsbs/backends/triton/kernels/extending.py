@@ -1,4 +1,4 @@
-"""Hypotheses extended by what was picked, see ``extension``: in one launch, also in place."""
+"""Extends hypotheses by the selected candidates in one launch, also in place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cpsbs.backends.triton.kernels.numbers import host_number, scaled
 from cpsbs.scores.candidates import Candidates, Selection
 
 if TYPE_CHECKING:
-    from cpsbs.search.state import Hypotheses, Outcome
+    from cpsbs.search.state import Hypotheses, StepResult
 
 NUMBERS = ["k", "parents", "tokens", "ends", "pad"]
 """Arguments that differ from search to search; compiling for certain values takes seconds."""
@@ -28,7 +28,10 @@ def _extend(
     k, parents, tokens, ends, pad,
     INCLUSION: tl.constexpr, PARENTS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """All of one source. What is written may be what was read, so first all of it is read."""
+    """Extend the hypotheses of one source: from P = ``parents`` of them to k.
+
+    The outputs may be the inputs, so everything is read before anything is written.
+    """
     source = tl.program_id(0).to(tl.int64)
     place = source * k + tl.arange(0, PLACES)
     here = tl.arange(0, PLACES) < k
@@ -66,16 +69,16 @@ def _extend(
 
 def extend(
     beam: Hypotheses, candidates: Candidates, selection: Selection, eos: Tensor, pad: int,
-    into: Outcome,
+    into: StepResult,
 ) -> None:  # fmt: skip
-    """Write the extended hypotheses, all but state, joint and entropy, and their parents.
+    """Write the extended hypotheses into ``into``, all but state, joint and entropy.
 
-    The flag of ``into`` is raised where scores are no numbers, and else left as it is.
+    ``into.broken`` becomes true where scores cannot be normalised, and stays as it is otherwise.
     """
     chunks, new = candidates.chunks, into.beam
     sources, parents, tokens = chunks.shape
     k = selection.index.shape[-1]
-    # Where nothing is known of inclusion, nothing is read there and nothing written.
+    # Without inclusion probabilities the kernel neither reads nor writes this stand-in.
     nothing = candidates.offset
     before, now, after = beam.log_inclusion, selection.log_inclusion, new.log_inclusion
     known = before is not None and now is not None and after is not None

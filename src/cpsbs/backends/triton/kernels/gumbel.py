@@ -1,12 +1,12 @@
-"""A step of stochastic beam search in four launches; see ``designs.gumbel``, the reference.
+"""A step of stochastic beam search in four launches; the reference is ``designs.gumbel``.
 
 1. ``_chunk_scores`` perturbs the masses of chunks, given the scores of their parents;
 2. ``_choose_chunks`` finds the K + 1 largest of each source, in descending order;
 3. ``_member_scores`` perturbs the candidates in these chunks, given the scores of the chunks;
-4. ``_choose`` finds the K + 1 largest of them: what goes on, and the largest that does not.
+4. ``_choose`` finds the K + 1 largest of them: the selection, and the largest that is dropped.
 
-Scores are kept as int64 in the same order, so that they can be counted as in ``head``, and nothing
-of them is lost: the order of float32 would not be that of the scores that are returned.
+Perturbed scores are kept as int64 keys in the same order, so that they can be counted as in
+``head`` without loss: the order of float32 would not be that of the scores that are returned.
 """
 
 from __future__ import annotations
@@ -23,50 +23,52 @@ from cpsbs.randomness import Counters
 from cpsbs.scores.candidates import Candidates, Selection
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**63 - 2**52 + 1))
-"""The integer of -inf."""
+"""The key of -inf"""
 
 NOT_A_NUMBER: tl.constexpr = tl.constexpr(2**63 - 2**51)
-"""That of NaN: above all numbers, as in torch."""
+"""The key of NaN: above all numbers, as in torch"""
 
 BELOW_ALL: tl.constexpr = tl.constexpr(-(2**63))
+"""Less than any key"""
 
 SIGN_ASIDE: tl.constexpr = tl.constexpr(2**63 - 1)
+"""All bits but the sign"""
 
 CHUNKS: tl.constexpr = tl.constexpr(1024)
-"""Chunks of a parent that are perturbed together."""
+"""Chunks of a parent that are perturbed at a time"""
 
 RANKED: tl.constexpr = tl.constexpr(128)
 SLICE: tl.constexpr = tl.constexpr(32)
-"""Of the K + 1 largest, so many are compared with so many at a time."""
+"""The K + 1 largest are ranked RANKED at a time, by comparing them with SLICE at a time."""
 
 NUMBERS = ["k", "m", "parents", "tokens", "chunks"]
-"""Arguments that differ from search to search; compiling for certain values takes seconds."""
+"""Arguments that differ between searches; to compile a variant for a value takes seconds."""
 
 
 @triton.jit
 def _key(x):
-    """Float64 as int64 in the same order."""
+    """Return float64 numbers as int64 keys in the same order."""
     bits = x.to(tl.int64, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 63) & SIGN_ASIDE), NOT_A_NUMBER)
 
 
 @triton.jit
 def _value(key):
-    """The number of such an integer."""
+    """Return the number that a key stands for."""
     return (key ^ ((key >> 63) & SIGN_ASIDE)).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def _gumbel(seed, place):
-    """Standard Gumbel noise, for a stream and places in it."""
-    # A uniform number has 53 bits, so that its difference to 1 is exact.
+    """Return standard Gumbel noise at these places of a seed's stream."""
+    # A uniform number has 53 bits, so that 1 − u is exact.
     exponential = -tl.log(1.0 - uniform64(seed, place))
     return -tl.log(tl.maximum(exponential, 8.673617379884035e-19))  # 2^-60
 
 
 @triton.jit
 def _given_maximum(score, largest, maximum):
-    """Scores moved such that ``maximum`` takes the place of the largest."""
+    """Return the scores conditioned on their maximum, which was ``largest``, being ``maximum``."""
     gap = score - largest
     below = tl.log(one_minus_exp(tl.where(gap < 0.0, gap, -1.0)))
     v = maximum - score + tl.where(gap < 0.0, below, -float("inf"))
@@ -77,7 +79,7 @@ def _given_maximum(score, largest, maximum):
 def _chunk_scores(
     maxima, sums, offset, score, seeds, counts, inverse_temperature, keys, parents, chunks
 ):
-    """All chunks of one parent."""
+    """Program (source, parent): perturb all chunks of the parent, given the parent's score."""
     source, parent = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = source * parents + parent
     seed, stream = tl.load(seeds + source), tl.load(counts + source) << 32
@@ -104,7 +106,7 @@ def _chunk_scores(
 
 @triton.jit
 def _take_largest(keys, count, m, low, high, found, places, BLOCK: tl.constexpr):
-    """The m largest keys and their places, not in order; -inf where there are fewer."""
+    """Write the m largest keys and their places, in no order; -inf where there are fewer."""
     level, ties = nth_largest(keys, count, m, low, high, BELOW_ALL, BLOCK)
     before, tied = 0, 0
     for start in range(0, count, BLOCK):
@@ -125,7 +127,7 @@ def _take_largest(keys, count, m, low, high, found, places, BLOCK: tl.constexpr)
 
 @triton.jit
 def _rank(found, m, slot, own):
-    """How many of the m found come before those in these slots."""
+    """Return how many of the m keys found come before those in these slots."""
     rank = tl.zeros((RANKED,), tl.int32)
     for start in range(0, m, SLICE):
         other_slot = start + tl.arange(0, SLICE)
@@ -139,7 +141,7 @@ def _rank(found, m, slot, own):
 def _choose_chunks(
     keys, found, places, chosen, tops, m, parents, chunks, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The m chunks of one source with the largest scores, and these, in descending order."""
+    """Find the m chunks of one source with the largest scores, in descending order."""
     source = tl.program_id(0).to(tl.int64)
     count = parents * chunks
     found += source * m
@@ -160,7 +162,7 @@ def _member_scores(
     m, parents, tokens, chunks,
     LENGTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """All members of some of the chunks [GROUP] chosen."""
+    """Program (source, block): perturb the LENGTH members of GROUP of the source's m chunks."""
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     here = slot < m
@@ -173,7 +175,7 @@ def _member_scores(
     x = tl.load(scores + (row * tokens)[:, None] + token, mask=inside, other=-float("inf"))
     x = scaled(x, tl.load(inverse_temperature)) + tl.load(offset + row)[:, None]
     place = slot[:, None] * LENGTH + member
-    # The second draw of this step.
+    # This is the second draw of the step.
     stream = (tl.load(counts + source) + 1) << 32
     x += _gumbel(tl.load(seeds + source), stream + place)
     moved = _given_maximum(x, tl.max(x, axis=1)[:, None], maximum[:, None])
@@ -187,13 +189,13 @@ def _choose(
     k, m, parents, tokens, chunks,
     LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What goes on of one source, in descending order."""
+    """Select K of one source's m · LENGTH candidates, in descending order, and its threshold."""
     source = tl.program_id(0).to(tl.int64)
     found += source * m
     places += source * m
     chosen += source * m
     tops += source * m
-    # The largest member of a chunk has the score of the chunk, so that m are no less than the last.
+    # The largest member of a chunk has the chunk's score, so that m are no less than the last.
     low, high = tl.load(tops + m - 1), tl.load(tops) + 1
     keys += source * m * LENGTH
     _take_largest(keys, m * LENGTH, m, low, high, found, places, BLOCK)
@@ -206,7 +208,7 @@ def _choose(
         place = tl.load(places + slot, mask=slot < m, other=0)
         chunk = tl.load(chosen + place // LENGTH)
         token = chunk % chunks * LENGTH + place % LENGTH
-        # Beyond the last token there is nothing; its place is that of some candidate.
+        # Places beyond the last token are never present, but must name some candidate.
         token = tl.where(token < tokens, token, 0)
         value = _value(own)
         goes_on = (slot < m) & (rank < k)
@@ -214,7 +216,7 @@ def _choose(
         tl.store(index + out, (chunk // chunks).to(tl.int64) * tokens + token, mask=goes_on)
         tl.store(present + out, value > -float("inf"), mask=goes_on)
         tl.store(new_score + out, value, mask=goes_on)
-    # The largest score that was ever dropped, the same for all.
+    # The threshold is the largest score that was ever dropped, the same for all K.
     before, dropped = tl.load(threshold + source * parents), _value(last)
     dropped = tl.where(dropped <= before, before, dropped)
     for start in range(0, k, RANKED):
@@ -224,7 +226,10 @@ def _choose(
 
 
 def select(candidates: Candidates, k: int, counters: Counters) -> Selection:
-    """The K candidates of each source with the largest scores; its stream is counted on."""
+    """Select the K candidates of each source with the largest perturbed scores.
+
+    The counts of the random streams advance by two.
+    """
     chunks = candidates.chunks
     sources, parents, tokens = chunks.shape
     m, per_parent, length = k + 1, chunks.maxima.shape[-1], chunks.length

@@ -1,9 +1,9 @@
-"""The m largest candidates of each source, in one launch; see ``Chunks.find_largest``.
+"""The head, the m largest candidates of each source, in one launch; see ``Chunks.find_largest``.
 
-A program looks at one source. The m chunks with the largest maxima hold all of them. So do those of
-their members that are no less than the smallest of these m maxima, and those are few: hardly more
-than m. Both times the m-th largest number is found by bisection: of float32 numbers as integers in
-the same order, by counting how many are at least so large.
+A program handles one source. The m chunks with the largest maxima hold the whole head. So do those
+of their members that are no less than the smallest of these m maxima, and these are few: hardly
+more than m. Both times the m-th largest number is found by bisection over float32 numbers as
+integers in the same order, counting how many are at least as large.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ from cpsbs.backends.triton.kernels.numbers import host_number, log_odds, scaled
 from cpsbs.scores.reading import Chunks
 
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)
-"""The integer of -inf."""
+"""The integer that stands for -inf"""
 
 ABOVE_ALL: tl.constexpr = tl.constexpr(2139095041)
-"""One more than the integer of inf."""
+"""One more than the integer that stands for inf"""
 
 NOTHING: tl.constexpr = tl.constexpr(-(2**31))
-"""Less than the integer of any number."""
+"""Less than the integer that stands for any number"""
 
 LAST: tl.constexpr = tl.constexpr(0x7FFFFFFF)
+"""The largest int32: x ^ LAST reverses the order of numbers x from 0 on"""
 
 CHUNKS: tl.constexpr = tl.constexpr(8192)
-"""Chunks, or members of chunks, that a program looks at together."""
+"""Chunks, or members of chunks, that a program reads at a time"""
 
 NEAR: tl.constexpr = tl.constexpr(1024)
-"""The same of members that may be among the largest."""
+"""Members that may belong to the head, of which a program reads so many at a time"""
 
 RANKED: tl.constexpr = tl.constexpr(256)
 SLICE: tl.constexpr = tl.constexpr(32)
-"""Of the m largest, so many are compared with so many at a time."""
+"""Members of the head are ranked RANKED at a time, by comparing them with SLICE at a time."""
 
 
 @triton.jit
 def _ordered(x):
-    """Float64 as int32 in the order of float32; what is no number comes last."""
+    """Return float64 numbers as int32 in the order of float32; NaN is the smallest."""
     x = tl.where(x == x, x, -float("inf")).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -51,8 +52,8 @@ def _ordered(x):
 
 @triton.jit
 def _counts(keys, count, a, b, c, BELOW_ALL: tl.constexpr, BLOCK: tl.constexpr):
-    """How many of the keys are at least a, b and c, which are above BELOW_ALL."""
-    # Three counts in one number, so that threads wait for each other once.
+    """Return how many of the keys are at least a, b and c, which are above BELOW_ALL."""
+    # Three counts of 21 bits share an integer, so that one reduction adds up all of them.
     found = tl.zeros((BLOCK,), tl.int64)
     for start in range(0, count, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -66,14 +67,13 @@ def _counts(keys, count, a, b, c, BELOW_ALL: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def nth_largest(keys, count, wanted, low, high, BELOW_ALL: tl.constexpr, BLOCK: tl.constexpr):
-    """The key of which there are ``wanted`` at least as large, and how many ties are wanted.
+    """Return the ``wanted``-th largest key, and how many of its ties are among the ``wanted``.
 
     Keys are int32 or int64; ``low`` is at most any of the ``wanted`` largest and ``high`` above
-    all, both int64. No more keys than ``wanted`` are above the one found; those that equal it make
-    up the number. A round leaves a quarter of the range.
+    all, both int64. A round leaves a quarter of the range.
     """
     while high > low + 1:
-        # The range of int64 keys is no int64.
+        # high − low may overflow for int64 keys.
         quarter = tl.maximum((high >> 2) - (low >> 2), 1)
         a, b, c = low + quarter, low + 2 * quarter, low + 3 * quarter
         at_a, at_b, at_c = _counts(keys, count, a, b, c, BELOW_ALL, BLOCK)
@@ -83,7 +83,7 @@ def nth_largest(keys, count, wanted, low, high, BELOW_ALL: tl.constexpr, BLOCK: 
         low = tl.where(at_b >= wanted, b, low)
         low = tl.where(at_c >= wanted, c, low)
         high = tl.minimum(first_below, high)
-        # With just as many as are wanted, the search is over.
+        # If exactly ``wanted`` keys are at least as large, the bisection is over.
         exact = (at_a == wanted) | (at_b == wanted) | (at_c == wanted)
         high = tl.where(exact, low + 1, high)
     above, _, _ = _counts(keys, count, low + 1, low + 1, low + 1, BELOW_ALL, BLOCK)
@@ -92,9 +92,9 @@ def nth_largest(keys, count, wanted, low, high, BELOW_ALL: tl.constexpr, BLOCK: 
 
 @triton.jit
 def taken(key, level, ties, tied):
-    """Which keys of a block are taken: those above the level, and of its equals the first few.
+    """Return which keys of a block are taken: all above the level, and its first ``ties`` equals.
 
-    ``tied`` equals were before this block; also how many are after it.
+    ``tied`` equals came before this block; how many came up to its end is returned too.
     """
     level = level.to(key.dtype)
     equal = (key == level).to(tl.int32)
@@ -104,7 +104,7 @@ def taken(key, level, ties, tied):
 
 
 NUMBERS = ["m", "slots", "parents", "tokens", "chunks"]
-"""Arguments that differ from search to search; compiling for certain values takes seconds."""
+"""Arguments that differ between searches; to compile a variant for a value takes seconds."""
 
 
 @triton.jit(do_not_specialize=NUMBERS)
@@ -114,7 +114,10 @@ def _find(
     m, slots, parents, tokens, chunks,
     KIND: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """The largest of one source."""
+    """Find the m largest candidates of one source, in descending order, and mark them in ``bits``.
+
+    ``slots`` = min(m, P·C) chunks are looked into; all else is scratch memory.
+    """
     source = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature)
     count = parents * chunks
@@ -129,7 +132,7 @@ def _find(
     bits += source * slots * (LENGTH // 32)
     found += source * m
 
-    # The chunks with the largest maxima.
+    # Find the chunks with the largest maxima.
     for start in range(0, count, CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
         here = chunk < count
@@ -152,7 +155,7 @@ def _find(
         before += tl.sum(take, axis=0)
     tl.debug_barrier()
 
-    # Those of their members that are no less; all of them, if there are fewer than m chunks.
+    # Collect their members that are no less; all of them, if there are fewer than m chunks.
     level = tl.where(slots < m, lowest, level)
     size = 0
     for start in range(0, slots * LENGTH, CHUNKS):
@@ -178,13 +181,13 @@ def _find(
         key = tl.load(near + place, mask=place < size, other=NOTHING)
         take, tied = taken(key, level, ties, tied)
         own = tl.load(places + place, mask=place < size, other=0)
-        # In one number, so that the first of equals is the largest.
+        # Key and place share an integer, in which the first of equal keys is the largest.
         both = (key.to(tl.int64) << 32) | (own ^ LAST).to(tl.int64)
         tl.store(found + before + tl.cumsum(take, axis=0) - 1, both, mask=take > 0)
         before += tl.sum(take, axis=0)
     tl.debug_barrier()
 
-    # In descending order.
+    # Write them in descending order.
     for first in range(0, m, RANKED):
         number = first + tl.arange(0, RANKED)
         here = number < m
@@ -212,29 +215,29 @@ def _find(
 
 
 Kind = Literal["log-probability", "probability", "odds"]
-"""The largest what: log p as it is, logarithms of weights p ≤ 1, or of p/(1 − p)."""
+"""What the values are: log p as it is, or the logarithms of weights p ≤ 1 or p/(1 − p)."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The m largest candidates of R sources, and the chunks that they are in."""
+    """The m largest candidates of R sources, and the S chunks of each source that hold them."""
 
     values: Tensor
-    """[R, m] float64, descending."""
+    """[R, m] float64, in descending order"""
     index: Tensor
-    """[R, m]"""
+    """[R, m] the candidates"""
     chosen: Tensor
-    """[R, S] int32, the chunks that were looked at."""
+    """[R, S] int32, the chunks that were looked into"""
     slot_of: Tensor
-    """[R, P·C] int32, one more than the place of a chunk in ``chosen``, or 0."""
+    """[R, P·C] int32, one more than the place of a chunk in ``chosen``, or 0"""
     bits: Tensor
-    """[R, S, length / 32] int32, which members of these chunks are among the m."""
+    """[R, S, length / 32] int32, a bit for each member of these chunks that is among the m"""
 
 
 def find_head(chunks: Chunks, offset: Tensor, m: int, kind: Kind) -> Head:
-    """The largest scores plus offset [R, P].
+    """Find the m candidates with the largest score + offset [R, P].
 
-    m is at most MOST_IN_HEAD, and there are at least m candidates.
+    There must be at least m candidates, and m is at most MOST_IN_HEAD.
     """
     sources, parents, tokens = chunks.shape
     per_parent, length = chunks.maxima.shape[-1], chunks.length

@@ -1,4 +1,4 @@
-"""The last sum of a model whose logits have a bias."""
+"""The sum of logits and their bias, which is the last operation of models that have one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK = 4096
 
 @triton.jit
 def _add(out, logits, bias, tokens, BLOCK: tl.constexpr):
-    """A block of one row."""
+    """Program (row, block): add BLOCK entries of the bias to those of the row."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
@@ -21,6 +21,6 @@ def _add(out, logits, bias, tokens, BLOCK: tl.constexpr):
 
 
 def add_bias(out: Tensor, logits: Tensor, bias: Tensor) -> None:
-    """Into ``out`` [rows, V]: logits [rows, V] and a bias [V], all contiguous."""
+    """Write logits [rows, V] + bias [V] into ``out`` [rows, V]; all are contiguous."""
     rows, tokens = out.shape
     _add[(rows, triton.cdiv(tokens, BLOCK))](out, logits, bias, tokens, BLOCK=BLOCK, num_warps=8)

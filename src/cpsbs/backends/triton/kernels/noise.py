@@ -1,4 +1,4 @@
-"""Random numbers by counting (Philox): what a row gets depends on its seed and its count alone."""
+"""Counter-based random numbers (Philox): a row's depend on its seed and its count alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BLOCK = 1024
 
 @triton.jit
 def uniform64(seed, place):
-    """Float64 in [0, 1) with 53 bits, for a stream and places in it (int64)."""
+    """Return float64 numbers in [0, 1) with 53 bits, at these places (int64) of a seed's stream."""
     high, low, _, _ = tl.randint4x(seed, place)
     bits = (high.to(tl.uint32, bitcast=True).to(tl.int64) << 21) ^ (
         low.to(tl.uint32, bitcast=True).to(tl.int64) >> 11
@@ -22,7 +22,7 @@ def uniform64(seed, place):
 
 @triton.jit
 def _uniform(seeds, counts, rows, out, each, BLOCK: tl.constexpr):
-    """A block of the numbers of one row."""
+    """Program (row, block): write BLOCK of the row's ``each`` numbers."""
     a = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + a)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def _uniform(seeds, counts, rows, out, each, BLOCK: tl.constexpr):
 
 
 def uniform(seeds: Tensor, counts: Tensor, row: Tensor, size: tuple[int, ...]) -> Tensor:
-    """[A, *size] for the rows [A]; ``seeds`` and ``counts`` [B] say where each stream is."""
+    """Return numbers [A, *size] in [0, 1) for the rows [A] of streams with seeds and counts [B]."""
     out = torch.empty((len(row), *size), dtype=torch.float64, device=seeds.device)
     each = out[0].numel() if len(out) else 0
     if each:

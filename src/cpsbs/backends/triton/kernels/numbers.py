@@ -1,4 +1,4 @@
-"""What several kernels compute with."""
+"""Functions of numbers that several kernels share."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import Tensor
 
 @cache
 def host_number(value: float, device: torch.device) -> Tensor:
-    """[1] float64; as arguments kernels get numbers in float32.
+    """Return the number as a float64 tensor [1], because arguments of a kernel are float32.
 
-    It is never freed, because graphs go on reading it.
+    It is never freed, because CUDA graphs go on reading it.
     """
     return torch.tensor([value], dtype=torch.float64, device=device)
 
 
 @triton.jit
 def scaled(score, inverse_temperature):
-    """Float64 score / temperature. To divide takes ten times as long as to multiply."""
+    """Return score / temperature in float64, by a product: a division takes ten times as long."""
     return score.to(tl.float32).to(tl.float64) * inverse_temperature
 
 
 @triton.jit
 def one_minus_exp(x):
-    """1 − e^x for x ≤ 0, accurate at both ends.
+    """Return 1 − e^x for x ≤ 0, accurate at both ends.
 
-    Near 0 a rounded e^x has another logarithm than x; (1 − e^x)·x / log e^x makes up for it.
+    Near 0 the rounded e^x has another logarithm than x, which (1 − e^x)·x / log e^x corrects.
     """
     p = tl.exp(x)
     inner = tl.where((x > -1.0) & (p < 1.0), p, 0.5)
@@ -39,11 +39,11 @@ def one_minus_exp(x):
 
 @triton.jit
 def log_odds(log_p):
-    """Log p/(1 − p), accurate at both ends, as ``conditional_poisson.weights.log_odds``."""
+    """Return log p/(1 − p), accurate at both ends, as ``conditional_poisson.weights.log_odds``."""
     return tl.where(log_p == 0.0, float("inf"), log_p - tl.log(one_minus_exp(log_p)))
 
 
 @triton.jit
 def softplus(x):
-    """Log(1 + e^x), to an absolute error of rounding."""
+    """Return log(1 + e^x), to an absolute error of rounding."""
     return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))

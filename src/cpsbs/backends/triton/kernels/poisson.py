@@ -1,16 +1,16 @@
 """A conditional Poisson sample of a beam's candidates, and its inclusion probabilities.
 
-The mathematics is that of ``cpsbs.conditional_poisson``, for the sources of a batch side by side.
-From the first reading of the scores,
+The mathematics is that of ``cpsbs.conditional_poisson``, for all sources of a batch at once. After
+the reading of the scores,
 
-0. ``find_head`` finds the M largest candidates, and marks them in the chunks that it looks at;
+0. ``find_head`` finds the m largest candidates, the head, and marks them in their chunks;
 1. ``without_head`` adds up these chunks again, without the head;
 2. ``tail`` turns the sums of all chunks into masses to draw from, and adds them up;
-3. ``draw`` finds the tilt and the law of the number of heads, flips the coins until it has K of
-   them, and draws from the tail what the head leaves open;
-4. ``inclusion`` gives log π of what was drawn.
+3. ``draw`` finds the tilt and the law of S, the number of coins that come up heads; it flips the
+   coins of the head until the tail may have the other K − c, and draws these from the tail;
+4. ``inclusion`` computes log π of what was drawn.
 
-The scores are read once more where something of a chunk is looked at, and nowhere else.
+Scores are read again only inside of the chunks that a kernel looks into.
 """
 
 from __future__ import annotations
@@ -28,22 +28,33 @@ from cpsbs.backends.triton.kernels import poisson_programs as programs
 from cpsbs.backends.triton.kernels.head import find_head
 from cpsbs.backends.triton.kernels.numbers import host_number
 from cpsbs.backends.triton.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
-from cpsbs.conditional_poisson.bernoulli_sum import TAIL_ODDS_LIMIT, Circle, alias_free
+from cpsbs.conditional_poisson.bernoulli_sum import (
+    TAIL_ODDS_LIMIT,
+    Circle,
+    circle_points,
+    tail_waves,
+    tilt_bounds,
+)
+from cpsbs.conditional_poisson.weights import binomials
+from cpsbs.scores.largest import head_size
 from cpsbs.scores.reading import Chunks
 
 
 @dataclass(frozen=True)
 class _Tables:
-    """What depends on K and N alone: the circle, padded to POINTS.
+    """What depends on K and N alone: the points θ of ``Circle``, padded to POINTS of them.
 
-    Never freed, because graphs go on reading it.
+    It is never freed, because CUDA graphs go on reading it.
     """
 
     cosines: Tensor
+    """[POINTS] cos θ"""
     sines: Tensor
+    """[POINTS] sin θ"""
     lifts: Tensor
+    """[POINTS] ``Circle.lift``"""
     back: Tensor
-    """[K + 1, POINTS, 2]; zero where there is no point."""
+    """[K + 1, POINTS, 2] ``Circle.inverse``, real and imaginary part; 0 where there is no point"""
     tail_real: Tensor
     """[TERMS, POINTS] cos jθ − 1"""
     tail_imaginary: Tensor
@@ -54,25 +65,24 @@ class _Tables:
     @staticmethod
     @cache
     def of(k: int, n: int, device: torch.device) -> _Tables:
-        circle = Circle.of(alias_free(k, n), k, device)
+        points, terms = circle_points(k, n), TERMS.value
+        circle = Circle.of(points, k, device)
         count = len(circle.theta)
         missing = triton.next_power_of_2(count) - count
-        terms = TERMS.value
-        order = torch.arange(1, terms + 1, dtype=torch.float64, device=device)[:, None]
 
         def padded(x: Tensor, value: float = 0.0) -> Tensor:
             return torch.nn.functional.pad(x, (0, missing), value=value).contiguous()
 
-        angle = order * circle.theta
-        binomials = [[math.comb(j, i) for j in range(terms)] for i in range(terms)]
+        inverse = circle.inverse.T
+        real, imaginary = tail_waves(points, terms, device)
         return _Tables(
             padded(circle.cos),
             padded(circle.sin),
             padded(circle.lift, 1.0),
-            torch.stack([padded(circle.back.real.T), padded(circle.back.imag.T)], -1).contiguous(),
-            padded(-2 * (angle / 2).sin().square()),
-            padded(angle.sin()),
-            torch.tensor(binomials, dtype=torch.float64, device=device),
+            torch.stack([padded(inverse.real), padded(inverse.imag)], -1).contiguous(),
+            padded(real),
+            padded(imaginary),
+            torch.tensor(binomials(terms), dtype=torch.float64, device=device),
         )
 
 
@@ -81,13 +91,13 @@ class Drawn:
     """A sample for each of R sources."""
 
     index: Tensor
-    """[R, K] candidates; 0 where there are not enough."""
+    """[R, K] the candidates; 0 where there are not enough"""
     present: Tensor
-    """[R, K]"""
+    """[R, K] whether there is a candidate"""
     log_inclusion: Tensor
-    """[R, K]"""
+    """[R, K] log π"""
     log_normalizer: Tensor
-    """[R] log Z, over the candidates that are not certain."""
+    """[R] log Z, over the candidates that are not certain"""
 
 
 def draw(
@@ -95,10 +105,11 @@ def draw(
 ) -> Drawn:
     """Draw K of the candidates of each source; log p of one is its score plus offset [R, P].
 
-    ``seeds`` and ``counts`` [R] are those of the random streams, which are counted on.
+    The weights are p/(1 − p) if ``odds`` is true, and p otherwise. ``seeds`` and ``counts`` [R] are
+    those of the random streams; the counts advance by one.
     """
     sources, parents, tokens = chunks.shape
-    m, per_parent = min(8 * k + 40, parents * tokens), chunks.maxima.shape[-1]
+    m, per_parent = min(head_size(k), parents * tokens), chunks.maxima.shape[-1]
     head = find_head(chunks, offset, m, "odds" if odds else "probability")
     slots = head.chosen.shape[-1]
     blocks = triton.cdiv(parents * per_parent, BLOCK.value)
@@ -133,7 +144,6 @@ def draw(
     picked, present = empty(sources, k), empty(sources, k, dtype=torch.bool)
     tilts, probability, log_normalizer = empty(sources), empty(sources), empty(sources)
     turned = empty(sources, 2, points)
-    n = parents * tokens
     programs.draw[(sources,)](
         scores, head.index, head.values, offset, head.slot_of, head.bits, reach, partial,
         seeds, counts,
@@ -141,7 +151,7 @@ def draw(
         tables.binomials,
         index, picked, present, tilts, turned, probability, log_normalizer, inverse_temperature,
         k, m, slots, parents, tokens, per_parent, blocks,
-        -math.log(2 * n + 1), math.log(2 * k + 2), math.log(TAIL_ODDS_LIMIT),
+        *tilt_bounds(k, parents * tokens), math.log(TAIL_ODDS_LIMIT),
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
         PLACES=max(2, triton.next_power_of_2(k)), POINTS=points,
         BLOCKS=max(4, triton.next_power_of_2(blocks)),

@@ -1,4 +1,4 @@
-"""The programs of ``poisson``, which tells what they are for."""
+"""The kernels of ``poisson``, which says what each is for."""
 
 from __future__ import annotations
 
@@ -10,40 +10,41 @@ from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import scaled, softplus
 
 TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
-"""Power sums. What the series leaves out is below 1e-8: see ``CandidateWeights.power_sums``; the
-odds of a tail item that bring its bound to a maximum leave the tail hardly any mass."""
+"""Power sums. The terms of the series that are left out are below 1e-8, see
+``CandidateWeights.power_sums``: odds of a tail item that maximise the bound leave the tail hardly
+any mass."""
 
 BLOCK: tl.constexpr = tl.constexpr(1024)
-"""Chunks that a program of ``tail`` looks at: 32 times 32."""
+"""The chunks of a program of ``tail``: 32 times 32, so that two comparisons find one"""
 
 SLICE: tl.constexpr = tl.constexpr(64)
-"""Items of the head that are looked at together."""
+"""Items of the head that are multiplied at a time"""
 
 COLUMNS: tl.constexpr = tl.constexpr(9)
-"""Sums of a block: TERMS powers of p, and the mass of its weights."""
+"""Sums of a block of chunks: TERMS power sums of p, and the mass of its weights"""
 
 
 NUMBERS = ["k", "m", "slots", "parents", "tokens", "chunks", "table", "blocks"]
-"""Arguments that differ from search to search; compiling for certain values takes seconds."""
+"""Arguments that differ between searches; to compile a variant for a value takes seconds."""
 
 
 @triton.jit
 def _log_p(scores, base, token, tokens, inverse_temperature, offset):
-    """Float64 log p of the tokens of a row that starts at ``base``; -inf beyond its end."""
+    """Return float64 log p of tokens of the row that starts at ``base``; -inf beyond its end."""
     x = tl.load(scores + base + token, mask=token < tokens, other=-float("inf"))
     return scaled(x, inverse_temperature) + offset
 
 
 @triton.jit
 def _unit(head, m):
-    """What the weights of the tail are relative to: the smallest one of the head."""
+    """Return the log-weight that the tail's are relative to: the smallest of the head."""
     unit = tl.load(head + m - 1)
     return tl.where(unit == -float("inf"), 0.0, unit)
 
 
 @triton.jit
 def _in_head(bits, chunk, there, LENGTH: tl.constexpr):
-    """[G, L] which members of the chunks [G] are in the head, where they may be at all."""
+    """Return [G, LENGTH] which members of the chunks [G] are in the head; none where not there."""
     place = tl.arange(0, LENGTH)[None, :]
     word = (chunk * (LENGTH // 32))[:, None] + place // 32
     return (tl.load(bits + word, mask=there[:, None], other=0) >> place % 32) & 1 > 0
@@ -55,7 +56,7 @@ def without_head(
     m, slots, parents, tokens, chunks,
     LENGTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Some of the chunks that hold the head: sums of powers of e^{log p − unit} without it."""
+    """Program (source, block): power sums of e^{log p − unit} in GROUP chunks, without the head."""
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     here = slot < slots
@@ -80,7 +81,7 @@ def tail(
     m, slots, parents, chunks, table, blocks,
     ODDS: tl.constexpr,
 ):  # fmt: skip
-    """Masses of some chunks of one source, and sums over them."""
+    """Program (source, block): running masses of BLOCK chunks, and COLUMNS sums over them."""
     source = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     count = parents * chunks
@@ -88,7 +89,7 @@ def tail(
     here = chunk < count
     term = tl.arange(0, TERMS).to(tl.int64)
     place = source * count + chunk
-    # Everything is loaded before anything is waited for.
+    # All loads are issued before the first result is waited for.
     value = tl.load(sums + term[:, None] * table + place[None, :], mask=here[None, :], other=0.0)
     slot = tl.load(slot_of + place, mask=here, other=0)
     top = tl.load(maxima + place, mask=here, other=-float("inf"))
@@ -115,12 +116,13 @@ def tail(
 
 @triton.jit
 def _sigmoid(x):
+    """Return 1/(1 + e^−x)."""
     return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def _times(a, b, c, d):
-    """(a + ib)(c + id)."""
+    """Return (a + ib)(c + id)."""
     return a * c - b * d, a * d + b * c
 
 
@@ -130,9 +132,9 @@ def _from_tail(
     slots, parents, tokens, chunks, inverse_temperature,
     ODDS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """[GROUP] independent items of the tail of a source, each with its log-weight.
+    """Draw GROUP independent items from the tail of a source; return them and their log-weights.
 
-    The block of chunks, the chunk and the token are each found by a running sum.
+    The block of chunks, the chunk and the token are each found by inverting a running sum.
     """
     number = tl.arange(0, GROUP)
     below_one = 1.0 - 2.220446049250313e-16
@@ -146,9 +148,9 @@ def _from_tail(
     reach += source * parents * chunks
     low = first * BLOCK
     last = tl.minimum(low + BLOCK, parents * chunks) - 1
-    # Rounded, it must stay below what the block reaches.
+    # Rounding must not lift it to the mass of the block.
     at = tl.minimum(at, tl.load(reach + last) * below_one)
-    # By the ends of its 32 parts of 32 chunks, then by those of the chunks of a part.
+    # Find the part by the ends of 32 parts of 32 chunks, then the chunk within the part.
     step = tl.arange(0, 32)[None, :]
     end = low[:, None] + 32 * step + 31
     passed = tl.load(reach + end, mask=end < last[:, None], other=float("inf")) <= at[:, None]
@@ -184,7 +186,7 @@ def draw(
     ODDS: tl.constexpr, LENGTH: tl.constexpr, COINS: tl.constexpr, PLACES: tl.constexpr,
     POINTS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """The sample of one source."""
+    """Draw the sample of one source: K items, their weights, and what ``inclusion`` needs."""
     inverse_temperature = tl.load(inverse_temperature)
     source = tl.program_id(0).to(tl.int64)
     head += source * m
@@ -193,7 +195,7 @@ def draw(
     y = tl.load(head + coin, mask=coin < m, other=-float("inf"))
     forced = tl.sum((y == float("inf")).to(tl.int32), axis=0)
     positive = tl.sum((y > -float("inf")).to(tl.int32), axis=0)
-    # The head comes in descending order. The K-th is forced only if all places are.
+    # The head is in descending order, so that its K-th is forced only if all K places are.
     reference = tl.load(head + k - 1)
     follows = tl.load(head + k, mask=k < m, other=0.0)
     reference = tl.where(reference == float("inf"), follows, reference)
@@ -201,7 +203,7 @@ def draw(
     unit = _unit(head, m)
     y -= reference
 
-    # Power sums of the tail's weights, relative to its largest possible one.
+    # Add up the power sums of the tail's weights, relative to the largest possible one.
     order = tl.arange(0, TERMS)
     block = tl.arange(0, BLOCKS)
     place = partial + (source * blocks + block) * COLUMNS
@@ -217,8 +219,8 @@ def draw(
     sign = tl.where(order % 2 == 0, 1.0, -1.0).to(tl.float64)
     degree = (order + 1).to(tl.float64)
 
-    # The tilt at which K − ½ heads are expected.
-    zero = largest * 0.0  # a float64, which numbers from the host are not
+    # Find the tilt at which K − ½ of the coins are expected to come up heads.
+    zero = largest * 0.0  # in float64, because numbers from the host are float32
     low, high = zero + log_low, zero + log_high
     high = tl.where(tl.sum(block_mass, axis=0) > 0, tl.minimum(high, log_limit - largest), high)
     for _ in range(16):
@@ -229,7 +231,7 @@ def draw(
         high = tl.where(heads < k - 0.5, high, middle)
     tilt = (low + high) / 2
 
-    # The characteristic function of the number of heads, on the circle.
+    # Compute the characteristic function of S at the points of the circle.
     point = tl.arange(0, POINTS)
     cosine, sine = tl.load(cosines + point), tl.load(sines + point)
     real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
@@ -259,7 +261,7 @@ def draw(
     tl.store(probability + source, chance)
     tl.store(log_normalizer + source, log_z + tl.log(chance) + (k - forced) * reference)
 
-    # How likely the tail is to have K − c heads, over the largest of these.
+    # Find the largest of the probabilities that K − c coins of the tail come up heads.
     most = zero
     for start in range(0, k + 1, 16):
         heads_of_head = start + tl.arange(0, 16)
@@ -269,14 +271,14 @@ def draw(
         b = tl.load(row + 1, mask=inside, other=0.0) * tail_b[None, :]
         most = tl.maximum(most, tl.max(tl.sum(a - b, axis=1), axis=0))
 
-    # Flip the head until the tail may have the rest.
+    # Flip the coins of the head, and accept by the law of the tail's other K − c.
     seed = tl.load(seeds + source)
     drawn_before = tl.load(counts + source)
     stream = drawn_before << 32
     p = _sigmoid(y + tilt)
     flips = (y > -float("inf")).to(tl.int32)
     flips = tl.where(forced == k, (y == float("inf")).to(tl.int32), flips)
-    # Scores that are not numbers are told of by the search; here nothing may wait for them.
+    # The search reports scores that are NaN; here they must not cause an endless loop.
     determined = (forced >= k) | (positive <= k) | (chance != chance)
     done = determined.to(tl.int32)
     while done == 0:
@@ -288,7 +290,7 @@ def draw(
         done = (uniform64(seed, stream + COINS) * most < likely).to(tl.int32)
         flips = chosen.to(tl.int32)
         stream += COINS + 1
-    # Whatever the scores are, no more than there are places.
+    # Whatever the scores are, never write more than K.
     heads_so_far = tl.cumsum(flips, axis=0)
     flips = tl.where(heads_so_far <= k, flips, 0)
     count = tl.sum(flips, axis=0)
@@ -297,13 +299,13 @@ def draw(
     tl.store(index + slot, item, mask=flips > 0)
     tl.store(picked + slot, y, mask=flips > 0)
 
-    # Items of the tail, all again if two coincide.
+    # Draw items of the tail, and all of them again if two coincide.
     wanted = tl.where(determined, 0, k - count)
     out = source * k + count
     number = tl.arange(0, PLACES)
     again = (wanted > 0).to(tl.int32)
     while again > 0:
-        tl.debug_barrier()  # what is compared below was read before it is written again
+        tl.debug_barrier()  # the last comparison has read what is written now
         for start in range(0, wanted, GROUP):
             items, log_w = _from_tail(
                 scores, offset, slot_of, bits, reach, source, seed, stream, block_mass, unit,
@@ -333,7 +335,10 @@ def inclusion(
     k, m,
     PLACES: tl.constexpr, COINS: tl.constexpr, POINTS: tl.constexpr,
 ):  # fmt: skip
-    """Log π = log p + log P(S without it = K − 1) − log P(S = K) for some of the K of a source."""
+    """Program (source, block): log π = log p + log P(S without i = K − 1) − log P(S = K).
+
+    It handles PLACES of the K items i of the source.
+    """
     source = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     here = number < k

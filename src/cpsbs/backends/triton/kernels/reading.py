@@ -1,4 +1,4 @@
-"""The first reading of the scores, see ``scores.reading``: maxima and sums of powers, once."""
+"""The reading of the scores (``scores.reading``): maxima and power sums of chunks in one pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
 
 TILE = 2048
-"""Scores that a program reads."""
+"""The scores that a program reads."""
 
 
 @triton.jit
@@ -19,7 +19,7 @@ def _read(
     stride, tokens, chunks, table, inverse_temperature,
     TERMS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Some chunks [GROUP] of one row."""
+    """Program (row, block): maxima and TERMS power sums of GROUP chunks of LENGTH scores."""
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     token = chunk[:, None] * LENGTH + tl.arange(0, LENGTH)[None, :]
@@ -42,7 +42,7 @@ def read_into(
 ) -> None:
     """Fill maxima [rows, C] and sums [J, rows, C] from scores [rows, V]; both float32.
 
-    ``length`` is a power of two; rows of scores need not lie side by side.
+    ``length`` is a power of two; the rows of scores need not be contiguous.
     """
     rows, tokens = scores.shape
     chunks = maxima.shape[-1]
@@ -58,7 +58,7 @@ def read_into(
 def _normalize(
     maxima, sums, log_prob, log_total, offset, chunks, inverse_temperature, BLOCK: tl.constexpr
 ):
-    """Of one row: log Σ e^{maximum / temperature} · sum over its chunks."""
+    """Compute log Σ e^{maximum / temperature} · sum over the chunks of one row."""
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature)
     top = tl.full((), -float("inf"), tl.float64)
@@ -81,9 +81,9 @@ def _normalize(
 def normalize(
     maxima: Tensor, sums: Tensor, temperature: float, log_prob: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """[R, P] float64 log Σ exp(score / temperature), and the log-probabilities [R, P] less that.
+    """Return log Σ exp(score / temperature) [R, P], and the log-probabilities [R, P] less that.
 
-    From maxima [R, P, C] and sums [R, P, C].
+    Both are float64; they are computed from maxima [R, P, C] and sums [R, P, C].
     """
     log_prob = log_prob.contiguous()
     log_total, offset = torch.empty_like(log_prob), torch.empty_like(log_prob)

@@ -1,4 +1,4 @@
-"""What a model holds after the prompt, from where its steps can have a fixed shape."""
+"""What a transformers model holds after the prefill, from where steps of fixed shape continue."""
 
 from __future__ import annotations
 
@@ -13,41 +13,42 @@ from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
 from cpsbs.backends.triton.workspace import Shape, ladder
 
 ATTENTION = ("sdpa", "eager")
-"""Implementations of attention that take a mask to add to the scores."""
+"""Attention implementations of transformers that take a mask to add to the scores."""
 
 UNDERSTOOD = {
     *("past_key_values", "use_cache", "attention_mask", "decoder_attention_mask"),
     *("encoder_outputs", "position_ids", "cache_position", "logits_to_keep"),
 }
-"""Inputs whose part in a step is known here."""
+"""Inputs of a model whose part in a step is known here."""
 
 
 class NotPossibleError(Exception):
-    """Why this search cannot have steps of fixed shape."""
+    """Says why this search cannot have steps of fixed shape."""
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """What a model holds after the prompt, a row for each of the b sources."""
+class PrefilledState:
+    """The KV cache and masks of a model after the prefill, with a row for each of b sources."""
 
     states: list[Tensor]
     """[b, heads, length, dim] keys and values of all layers"""
     mask: Tensor
-    """[b, length] which tokens of the prompt are seen"""
+    """[b, length] which tokens of the prompt are attended to"""
     cross: list[Tensor]
-    """[b, heads, source length, dim] or none"""
+    """[b, heads, source length, dim] keys and values of the cross-attention, if any"""
     cross_mask: Tensor
-    """[b, source length]"""
+    """[b, source length] which tokens of the source are attended to"""
     hidden: int
+    """The dimension of the encoder's states; 0 without an encoder."""
 
     @classmethod
-    def of(cls, model: Any, kwargs: Mapping[str, Any]) -> Prefix:
-        """Of a model's inputs; says why not if they are not of the known kind."""
-        cache: Any = kwargs.get("past_key_values")
-        unknown = [name for name in kwargs.keys() - UNDERSTOOD if kwargs[name] is not None]
+    def of(cls, model: Any, inputs: Mapping[str, Any]) -> PrefilledState:
+        """Return the state in a model's inputs, or raise a NotPossibleError that says why not."""
+        cache: Any = inputs.get("past_key_values")
+        unknown = [name for name in inputs.keys() - UNDERSTOOD if inputs[name] is not None]
         attention = model.config._attn_implementation
         for obstacle, reason in (
-            (cache is None or kwargs.get("use_cache") is False, "it does not use its cache"),
+            (cache is None or inputs.get("use_cache") is False, "it does not use its cache"),
             (unknown, f"it has the inputs {', '.join(sorted(unknown))}"),
             (hasattr(model, "_reorder_cache"), "it reorders its cache itself"),
             (attention not in ATTENTION, f"its attention is {attention}"),
@@ -60,42 +61,42 @@ class Prefix:
             raise NotPossibleError(f"its cache is a {type(cache).__name__}")
         states = _states(cache.self_attention_cache if both else cache)
         cross = _states(cache.cross_attention_cache) if both else []
-        mask = _mask(kwargs.get("decoder_attention_mask" if both else "attention_mask"), states[0])
-        cross_mask = _mask(kwargs.get("attention_mask"), cross[0]) if both else mask[:, :0]
-        hidden = kwargs["encoder_outputs"][0].shape[-1] if both else 0
+        mask = _mask(inputs.get("decoder_attention_mask" if both else "attention_mask"), states[0])
+        cross_mask = _mask(inputs.get("attention_mask"), cross[0]) if both else mask[:, :0]
+        hidden = inputs["encoder_outputs"][0].shape[-1] if both else 0
         return cls(states, mask, cross, cross_mask, hidden)
 
     @property
     def sources(self) -> int:
-        """How many."""
+        """b, the number of sources."""
         return len(self.states[0])
 
     @property
     def length(self) -> int:
-        """Of the prompts, with their padding."""
+        """The length of the prompts, with their padding."""
         return self.states[0].shape[2]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the keys and values."""
+        """The dtype of keys and values."""
         return self.states[0].dtype
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of keys and values."""
         return self.states[0].device
 
-    def held(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
-        """What goes into buffers."""
+    def tensors(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
+        """Return what ``Workspace.fill`` copies into its buffers."""
         return self.states, self.mask, self.cross, self.cross_mask
 
-    def of_sources(self, some: slice) -> Prefix:
-        """Of some of the sources."""
+    def of_sources(self, some: slice) -> PrefilledState:
+        """Return the state of some of the sources."""
         states, cross = ([x[some] for x in held] for held in (self.states, self.cross))
-        return Prefix(states, self.mask[some], cross, self.cross_mask[some], self.hidden)
+        return PrefilledState(states, self.mask[some], cross, self.cross_mask[some], self.hidden)
 
-    def shape(self, k: int, steps: int, each: bool) -> Shape:
-        """Of the buffers for so many steps."""
+    def shape(self, k: int, steps: int, own_positions: bool) -> Shape:
+        """Return the shape of the buffers for K rows a source and up to ``steps`` more tokens."""
         cuda = self.device.type == "cuda"
         return Shape(
             sources=self.sources,
@@ -108,12 +109,12 @@ class Prefix:
             dtype=self.dtype,
             device=self.device,
             stream=torch.cuda.current_stream(self.device).cuda_stream if cuda else 0,
-            each=each,
+            own_positions=own_positions,
         )
 
 
 def _states(cache: Any) -> list[Tensor]:
-    """Keys and values of all layers, all [b, heads, length, dim]."""
+    """Return the keys and values [b, heads, length, dim] of all layers."""
     kinds = {type(layer) for layer in cache.layers}
     if kinds != {DynamicLayer} or cache.offloading:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
@@ -125,7 +126,7 @@ def _states(cache: Any) -> list[Tensor]:
 
 
 def _mask(given: Any, state: Tensor) -> Tensor:
-    """[b, length] of a mask that may go on behind it, or none."""
+    """Return a mask [b, length] of what the state holds; the given one may be longer, or None."""
     b, length = len(state), state.shape[2]
     if given is None:
         return torch.ones((b, length), dtype=torch.bool, device=state.device)

@@ -1,7 +1,6 @@
-"""Launches recorded as a CUDA graph: some hundred small ones become one.
+"""CUDA graphs: the launches of a step are recorded once and replayed as one.
 
-What a graph reads and writes lives in buffers; between two replays nothing is allocated and nothing
-is waited for.
+What a graph reads and writes lives in buffers. A replay allocates nothing and does not synchronise.
 """
 
 from __future__ import annotations
@@ -19,18 +18,21 @@ from torch import Tensor
 from cpsbs.randomness import Streams
 
 if TYPE_CHECKING:
-    from cpsbs.search.state import Hypotheses, Outcome, Step
+    from cpsbs.search.state import Hypotheses, StepFunction, StepResult
 
 _ONE_AT_A_TIME = threading.Lock()
 
 
-def captured(
+def capture(
     compute: Callable[[], None], pool: Any, guard: AbstractContextManager[object] | None = None
 ) -> torch.cuda.CUDAGraph:
-    """What ``compute`` launches on the current device, as a graph.
+    """Record what ``compute`` launches on the current device as a CUDA graph.
 
-    Before it is recorded it runs once, inside of ``guard``, for what is only done the first time.
-    ``pool`` is memory that several graphs may share which never run at once.
+    Args:
+        compute: launches the work. It runs once before it is recorded, inside of ``guard``, for
+            what is only done the first time.
+        pool: the memory pool of graphs that never run at the same time.
+        guard: raises for whatever cannot be recorded.
     """
     current = torch.cuda.current_stream()
     aside = _stream_beside(current)
@@ -42,38 +44,38 @@ def captured(
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Garbage must not be collected meanwhile: what is freed may be another graph. To collect it
-        # before, as torch.cuda.graph does, takes longer than all else here.
+        # before, as torch.cuda.graph does, takes longer than everything else here.
         collects = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.stream(aside):
-                # Other threads may go on meanwhile.
+                # "thread_local" lets other threads go on meanwhile.
                 graph.capture_begin(pool, capture_error_mode="thread_local")
                 try:
                     compute()
                 finally:
                     graph.capture_end()
         except Exception as error:
-            # A recording that has failed leaves torch's generator in its middle; a copy is not.
+            # A failed capture leaves torch's generator in the middle of one; a clone of it is not.
             generator: Any = torch.cuda.default_generators[current.device.index]
             generator.graphsafe_set_state(generator.clone_state())
-            # Its end may fail too, with another error.
+            # Ending the capture may have failed too, with an error that hides the first one.
             if isinstance(error.__context__, torch.OutOfMemoryError):
                 raise error.__context__ from None
             raise
         finally:
-            # Where recording fails, torch stays on the other stream.
+            # After a failed capture torch stays on the other stream.
             torch.cuda.set_stream(current)
             if collects:
                 gc.enable()
     return graph
 
 
-class RecordedStep:
-    """A step of the search on buffers of fixed shapes."""
+class GraphedSearchStep:
+    """A step of the search as a CUDA graph: from the model's scores to the next hypotheses."""
 
     def __init__(
-        self, step: Step, now: Outcome, scores: Tensor, streams: Streams, pool: Any
+        self, step: StepFunction, now: StepResult, scores: Tensor, streams: Streams, pool: Any
     ) -> None:
         self.now = now
         self.streams = streams.copy()
@@ -82,17 +84,17 @@ class RecordedStep:
         def compute() -> None:
             self.now.load(step(self.now.beam, scores, self.streams, self.now))
 
-        self._graph = captured(compute, pool)
+        self._graph = capture(compute, pool)
 
     def load(self, beam: Hypotheses, streams: Streams) -> None:
-        """Go on from here."""
+        """Continue from these hypotheses and random streams."""
         for own, given in zip(self.now.beam.tensors(), beam.tensors(), strict=True):
             own.copy_(given)
         self.streams.load(streams)
         self.now.broken.zero_()
 
-    def run(self, scores: Tensor) -> Outcome:
-        """One step."""
+    def run(self, scores: Tensor) -> StepResult:
+        """Take one step; the next one overwrites its result."""
         if scores.data_ptr() != self._scores.data_ptr():
             self._scores.copy_(scores)
         self._graph.replay()
@@ -101,6 +103,9 @@ class RecordedStep:
 
 @functools.cache
 def _stream_beside(stream: Any) -> Any:
-    """The stream on which graphs for this one are recorded, with the scratch memory it keeps."""
+    """Return the CUDA stream on which graphs for this one are recorded.
+
+    It is always the same one, because torch keeps scratch memory for each stream.
+    """
     make: Any = torch.cuda.Stream
     return make(stream.device)

@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from cpsbs import TransformersModel
-from cpsbs.backends.triton import layers, recorded, workspace
+from cpsbs.backends import TORCH, backend_for
+from cpsbs.backends.triton import layers, pool, workspace
+from cpsbs.backends.triton.fixed_steps import FixedShapeSteps
+from tests.backends.fixing import FIXING
 from tests.models.tiny import MODELS, make, prompts
 
 V, K = 30, 3
@@ -30,8 +33,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"
 
 
 @pytest.fixture(autouse=True)
-def _fixed_rows_everywhere(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(recorded, "ON_CPU", True)
+def _without_gradients() -> Iterator[None]:
     with torch.no_grad():
         yield
 
@@ -56,7 +58,7 @@ class Pair:
         self.row = torch.arange(self.sources)[:, None].expand(-1, k)
 
     def fix(self, steps: int) -> bool:
-        return self.fixed.fix_rows(self.k, steps)
+        return self.fixed.fix_rows(self.k, steps, FIXING)
 
     def draw(self) -> tuple[Tensor, Tensor]:
         size = (self.sources, self.k)
@@ -82,6 +84,12 @@ class Pair:
         kept = torch.tensor(sources)
         self.row, self.sources = self.row[kept], len(sources)
         self.fixed.keep_sources(kept.to(self.fixed.device))
+
+
+def held_by(pair: Pair) -> workspace.Workspace:
+    """The buffers of the search."""
+    assert isinstance(pair.fixed._fixed, FixedShapeSteps)
+    return pair.fixed._fixed._lease.workspace
 
 
 class Repeats(LogitsProcessor):  # type: ignore[misc, unused-ignore]
@@ -144,20 +152,20 @@ def test_later_searches_find_buffers_and_graphs_again(name: str, device: str) ->
     with torch.inference_mode():
         pair = Pair(model)
         assert pair.fix(20)
-        used = pair.fixed._recorded._lease.workspace  # type: ignore[union-attr]
+        used = held_by(pair)
         pair.agree(5)
         used.states.fill_(torch.nan)
     del pair
     pair = Pair(model)
     assert pair.fix(22)
-    assert pair.fixed._recorded._lease.workspace is used  # type: ignore[union-attr]
+    assert held_by(pair) is used
     graphs = dict(used.graphs)
     pair.agree(5)
     assert used.graphs == graphs
     # A search at the same time has buffers of its own.
     second = Pair(model)
     assert second.fix(22)
-    assert second.fixed._recorded._lease.workspace is not used  # type: ignore[union-attr]
+    assert held_by(second) is not used
     second.agree(3)
     pair.agree(3)
 
@@ -168,7 +176,7 @@ def test_what_is_kept_ends_with_the_model() -> None:
     assert pair.fix(5)
     pair.agree(2)
     alive = weakref.ref(model)
-    buffers = weakref.ref(pair.fixed._recorded._lease.workspace)  # type: ignore[union-attr]
+    buffers = weakref.ref(held_by(pair))
     del pair, model
     gc.collect()
     assert alive() is None
@@ -176,11 +184,11 @@ def test_what_is_kept_ends_with_the_model() -> None:
 
 
 def test_few_workspaces_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded, "MOST_IDLE", 2)
+    monkeypatch.setattr(pool, "MOST_IDLE", 2)
     model = build("llama")
     for k in (1, 2, 3, 4):
         assert Pair(model, k).fix(3)
-    shapes = [w.shape.k for w in recorded._KEPT[model]._workspaces]
+    shapes = [w.shape.k for w in pool.pool_of(model)._workspaces]
     assert shapes == [3, 4]
 
 
@@ -188,12 +196,12 @@ def test_a_model_with_other_weights_is_recorded_anew() -> None:
     model = build("marian")
     pair = Pair(model)
     assert pair.fix(5)
-    used = pair.fixed._recorded._lease.workspace  # type: ignore[union-attr]
+    used = held_by(pair)
     del pair
     model.lm_head.weight = torch.nn.Parameter(2 * model.lm_head.weight)
     pair = Pair(model)
     assert pair.fix(5)
-    assert pair.fixed._recorded._lease.workspace is not used  # type: ignore[union-attr]
+    assert held_by(pair) is not used
     pair.agree(2)
 
 
@@ -279,9 +287,7 @@ def test_a_step_that_can_no_longer_be_recorded_is_computed(
     assert len(notes(caplog)) == 1
 
 
-def test_when_rows_are_not_fixed(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_when_rows_are_not_fixed(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "cpsbs")
     model = build("llama")
     assert not Pair(model, use_cache=False).fix(5)
@@ -291,16 +297,23 @@ def test_when_rows_are_not_fixed(
     assert not Pair(model).fix(0)
     late = Pair(model)
     late.ordinary.advance(torch.tensor([0, 0, 1, 2]), torch.tensor([3, 4, 5, 6]))
-    assert not late.ordinary.fix_rows(K, 5)
+    assert not late.ordinary.fix_rows(K, 5, FIXING)
     model.set_attn_implementation("flex_attention")
-    assert not TransformersModel(model, input_ids=torch.tensor([[3]])).fix_rows(K, 5)
+    assert not TransformersModel(model, input_ids=torch.tensor([[3]])).fix_rows(K, 5, FIXING)
     model.set_attn_implementation("sdpa")
     assert Pair(model).fix(5)
     trained = Pair(model.train())
     assert trained.fix(5)
     trained.agree(3)  # both ways without dropout
-    monkeypatch.setattr(recorded, "ON_CPU", False)
-    assert not Pair(model.eval()).fix(5)
+    assert not Pair(model.eval()).fixed.fix_rows(K, 5, TORCH)
+
+
+def test_kernels_alone_fix_no_rows_on_a_cpu() -> None:
+    """There is nothing to gain from it without CUDA graphs."""
+    pytest.importorskip("triton")
+    from cpsbs.backends.triton.backend import TRITON
+
+    assert not Pair(build("llama")).fixed.fix_rows(K, 5, TRITON)
 
 
 def test_more_tokens_than_there_is_room_for() -> None:
@@ -344,7 +357,7 @@ def test_steps_neither_wait_nor_allocate(name: str) -> None:
     for search in range(5):
         fixed = TransformersModel(model, **inputs)
         fixed.start()
-        assert fixed.fix_rows(K, 50)
+        assert fixed.fix_rows(K, 50, backend_for("cuda"))
         fixed.step(parent, parent + 5)
         before = torch.cuda.memory_allocated()
         if search:

@@ -1,0 +1,141 @@
+"""The workspaces of each model, kept for later searches, and what has been found out about it."""
+
+from __future__ import annotations
+
+import math
+import threading
+import weakref
+from typing import Any
+
+import torch
+
+from cpsbs.backends.triton.attention import works
+from cpsbs.backends.triton.layers import table_is_possible
+from cpsbs.backends.triton.workspace import Shape, Workspace
+
+MOST_IDLE = 8
+"""The most idle workspaces that are kept for a model …"""
+MOST_IDLE_MEMORY = 0.3
+"""… and the largest share of the device's memory that they may take."""
+
+
+class Lease:
+    """A workspace in use, until this object is gone."""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    def __del__(self) -> None:
+        self.workspace.busy = False
+
+
+class Pool:
+    """What is known of one model, and its workspaces in the order of their last use.
+
+    A pool must not refer to its model, so that it ends with it.
+    """
+
+    def __init__(self) -> None:
+        self.logged = False
+        """Whether it has been logged why the model is run step by step."""
+        self.verified = False
+        """Whether fixed steps have been compared with the model's ordinary ones."""
+        self.refused: str | None = None
+        """Why the model cannot have fixed steps, if that is known."""
+        self.by_table = False
+        """Whether the model has read its KV cache by the table so far, where it could."""
+        self.own_positions: bool | None = None
+        """Whether the rows of the model can stand at different positions, if that is known."""
+        self.trying = threading.Lock()
+        """Held by the thread that finds out about ``own_positions``."""
+        self._fingerprint: int | None = None
+        self._workspaces: list[Workspace] = []
+
+    def forget_if_changed(self, model: Any) -> None:
+        """Forget everything if graphs would read other weights, or compute something else.
+
+        That is so after ``model.to(…)``, with another adapter, with hooks, with other modules.
+        """
+        fingerprint = hash((model.config._attn_implementation, _weights_and_hooks(model)))
+        with _LOCK:
+            if fingerprint != self._fingerprint:
+                self._workspaces, self.verified, self.refused = [], False, None
+                self.own_positions = None
+                self.by_table = model.config._attn_implementation == "sdpa"
+            self._fingerprint = fingerprint
+
+    def refuse(self, reason: str) -> None:
+        """Give the model no fixed steps until it changes."""
+        self.refused = reason
+        self.drop_workspaces()
+
+    def drop_workspaces(self) -> None:
+        """Keep no workspace for later searches."""
+        with _LOCK:
+            self._workspaces = []
+
+    def lease(self, shape: Shape) -> Lease:
+        """Return an idle workspace of this shape, or a new one."""
+        with _LOCK:
+            for workspace in self._workspaces:
+                if workspace.shape == shape and not workspace.busy:
+                    workspace.busy = True
+                    self._workspaces.remove(workspace)
+                    self._workspaces.append(workspace)
+                    return Lease(workspace)
+            most = math.inf
+            if shape.device.type == "cuda":
+                total = torch.cuda.get_device_properties(shape.device).total_memory
+                most = MOST_IDLE_MEMORY * total
+            self._drop_idle(MOST_IDLE - 1, most)
+        by_table = (
+            self.by_table and works() and table_is_possible(shape.device, shape.dtype, shape.k)
+        )
+        made = None
+        try:
+            made = Workspace(shape, by_table)
+        except torch.OutOfMemoryError:
+            with _LOCK:
+                self._drop_idle(0, 0)
+        # Outside of the handler, because the error refers to the buffers that were made already.
+        made = made or Workspace(shape, by_table)
+        made.busy = True
+        with _LOCK:
+            self._workspaces.append(made)
+        return Lease(made)
+
+    def _drop_idle(self, count: int, size: float) -> None:
+        """Keep at most ``count`` idle workspaces of ``size`` bytes in all, those used last."""
+        for workspace in reversed([w for w in self._workspaces if not w.busy]):
+            count, size = count - 1, size - workspace.bytes
+            if count < 0 or size < 0:
+                self._workspaces.remove(workspace)
+
+
+def pool_of(model: Any) -> Pool:
+    """Return the pool of a model, which lives as long as the model does."""
+    with _LOCK:
+        return _POOLS.setdefault(model, Pool())
+
+
+_POOLS: weakref.WeakKeyDictionary[Any, Pool] = weakref.WeakKeyDictionary()
+_LOCK = threading.RLock()
+
+
+def _weights_and_hooks(model: Any) -> tuple[Any, ...]:
+    """Return what tells a model from itself after a change.
+
+    It reads the dictionaries of the modules directly, because every search begins with this.
+    """
+    parts: list[Any] = []
+    modules = [model]
+    while modules:
+        module = modules.pop()
+        own = module.__dict__
+        adapter = str(own["_active_adapter"]) if "_active_adapter" in own else None
+        parts += (id(module), id(own.get("forward")), adapter, own.get("_disable_adapters"))
+        parts += (*module._forward_hooks, "|", *module._forward_pre_hooks, "|")
+        for named in (module._parameters, module._buffers):
+            parts += [(x.data_ptr(), x.dtype, x.device) for x in named.values() if x is not None]
+        modules += [x for x in module._modules.values() if x is not None]
+    return tuple(parts)
