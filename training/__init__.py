@@ -1,1 +1,1 @@
-"""How the embedded English–French model is made; README.md says how to run it."""
+"""Trains the embedded English–French model; README.md says how to run it."""

@@ -1,7 +1,7 @@
-"""Batches of whole sentences, one after the other without padding, on the device.
+"""Packs whole sentences into batches on the device, one after the other and without padding.
 
-A batch has the same shape at every step, so that a step can be recorded once and replayed: so many
-source tokens, so many target tokens, so many sentences. What does not fill it is filler.
+A batch has the same number of source tokens, target tokens and sentences at every step, so that a
+step can be recorded as a CUDA graph and replayed. Filler takes the places that are left.
 """
 
 from __future__ import annotations
@@ -16,46 +16,46 @@ from torch import Tensor
 from training.tokenizer import PAD_ID, Integers, Segmentations
 
 LONGEST = 128
-"""Tokens of a sentence, its end included; longer ones are left out."""
+"""The maximal number of tokens of a sentence with its end; longer ones are left out."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a batch."""
+    """The shape of a batch."""
 
     source: int = 30_208
-    """Tokens."""
+    """The number of source tokens."""
     target: int = 32_768
-    """Tokens."""
+    """The number of target tokens."""
     sentences: int = 2_048
 
     @property
     def fillers(self) -> int:
-        """Sentences that are enough to fill either side."""
+        """The number of sentences of filler that is enough to fill either side."""
         return -(-max(self.source, self.target) // LONGEST)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """Sentences one after the other: tokens, places in the sentence, and where each one begins."""
+    """Sentences one after the other, with the position of every token in its sentence."""
 
     tokens: Tensor
-    """[tokens]"""
+    """[tokens] the tokens of all sentences."""
     places: Tensor
-    """[tokens]"""
+    """[tokens] the position of each token in its sentence, from 0."""
     bounds: Tensor
     """[sentences + fillers + 1] int32; sentence i is tokens bounds[i] … bounds[i + 1] − 1."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Source and target; the target's tokens are what is to be predicted."""
+    """Packed source and target sentences; the tokens of the target are to be predicted."""
 
     source: Packed
     target: Packed
 
     def tensors(self) -> list[Tensor]:
-        """All of them, in a fixed order."""
+        """Return all tensors in a fixed order."""
         return [
             tensor
             for side in (self.source, self.target)
@@ -65,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class Side:
-    """The sentences of one language in tokens. The last one is empty, to fill batches with."""
+    """The sentences of one language in tokens; the last one is empty and fills batches."""
 
     tokens: Tensor
     start: Tensor
@@ -73,13 +73,13 @@ class Side:
 
     @staticmethod
     def of(sentences: list[list[int]], device: torch.device) -> Side:
-        """From lists of tokens."""
+        """Return the sentences, which are given as lists of tokens, on the device."""
         flat = torch.tensor([token for sentence in sentences for token in sentence])
         length = torch.tensor([*map(len, sentences), 0])
         return Side(flat.to(device), (length.cumsum(0) - length).to(device), length.to(device))
 
     def packed(self, rows: Tensor, tokens: int, fillers: int) -> Packed:
-        """The sentences [sentences] named, and filler up to so many tokens."""
+        """Pack the sentences ``rows`` [sentences], followed by filler up to ``tokens``."""
         device = rows.device
         ends = self.length[rows].cumsum(0)
         filler = ends[-1] + LONGEST * torch.arange(1, fillers + 1, device=device)
@@ -95,7 +95,7 @@ class Side:
 
 
 class Words:
-    """One language of the corpus as word types, to be segmented again for every epoch."""
+    """One language of the corpus as word types, which are segmented again for every epoch."""
 
     def __init__(self, types: Integers, ways: Segmentations, device: torch.device) -> None:
         def moved(array: Integers) -> Tensor:
@@ -106,7 +106,7 @@ class Words:
         self._last = (self._types == 0).nonzero()[:, 0]
 
     def segmented(self, dropout: bool, generator: torch.Generator) -> Side:
-        """Every word in tokens: its usual ones, or with dropout one of its ways at random."""
+        """Segment every word in the usual way, or with dropout in one of its ways at random."""
         types = self._types
         first = self._ways.cumsum(0, dtype=torch.int32) - self._ways
         way = first[types]
@@ -126,21 +126,21 @@ class Words:
 
 @dataclass(frozen=True)
 class Parallel:
-    """Both languages, cut into batches."""
+    """The sentences of both languages, to be divided into batches."""
 
     source: Side
     target: Side
     shape: Shape
 
     def batches(self, seed: list[int]) -> list[Integers]:
-        """The sentences of each batch, in random order."""
+        """Return the numbers of the sentences of each batch, in random order."""
         source, target = (side.length[:-1].cpu().numpy() for side in (self.source, self.target))
         short = (np.minimum(source, target) > 1) & (np.maximum(source, target) <= LONGEST)
         order = np.random.default_rng(seed).permutation(short.nonzero()[0])
         return list(self._cut(order, source[order].cumsum(), target[order].cumsum()))
 
     def _cut(self, order: Integers, source: Integers, target: Integers) -> Iterator[Integers]:
-        """As many sentences at a time as fit; ``source`` and ``target`` count tokens up to here."""
+        """Yield as many sentences at a time as fit, by the cumulative numbers of tokens."""
         begin = 0
         while begin < len(order):
             s, t = (int(x[begin - 1]) if begin else 0 for x in (source, target))
@@ -153,7 +153,7 @@ class Parallel:
             begin = end
 
     def batch(self, sentences: Integers) -> Batch:
-        """These, in the fixed shape."""
+        """Return a batch of these sentences, in the fixed shape."""
         empty = len(self.source.length) - 1
         rows = torch.full((self.shape.sentences,), empty)
         rows[: len(sentences)] = torch.from_numpy(sentences)

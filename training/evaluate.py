@@ -1,9 +1,9 @@
-"""BLEU and chrF of a translation model on test sets.
+"""Computes BLEU and chrF of a translation model on test sets.
 
     python -m training.evaluate --model FOLDER --json FILE newstest2014.en newstest2014.fr [EN FR …]
 
-Transformers' own beam search and sacrebleu with its defaults, so that the figures can be compared
-with anybody's.
+It uses the beam search of transformers and sacrebleu with its defaults, so that the scores can be
+compared with those of others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from benchmarks.tables import into_readme
 def translations(
     model: Any, tokenizer: Any, texts: list[str], beams: int, batch_size: int
 ) -> list[str]:
-    """The best of each beam; long texts first, in batches of like length."""
+    """Return the best translation of each text; batches have texts of similar length."""
     order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
     found = [""] * len(texts)
     for begin in range(0, len(texts), batch_size):
@@ -41,19 +41,25 @@ def translations(
 
 
 def main() -> None:
-    """Translate, score, print."""
+    """Translate the test sets, and print their scores."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="sources and references in turn")
-    parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--beams", type=int, default=5)
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="test sets: source and reference files in turn"
+    )
+    parser.add_argument("--model", type=Path, required=True, help="folder of the model")
+    parser.add_argument("--beams", type=int, default=5, help="beam size")
     parser.add_argument("--batch-size", type=int, default=256)
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the scores to this file")
     parser.add_argument("--card", type=Path, help="also fill in the table of this model card")
-    parser.add_argument("--translations", type=Path, help="write them to this folder")
+    parser.add_argument(
+        "--translations", type=Path, help="also write the translations to this folder"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     given = parser.parse_args()
     if len(given.files) % 2:
-        parser.error(f"{len(given.files)} files; every source needs its references")
+        parser.error(
+            f"there are {len(given.files)} files; give a reference file for every source file"
+        )
     dtype = torch.float16 if given.device.startswith("cuda") else torch.float32
     model = AutoModelForSeq2SeqLM.from_pretrained(given.model, dtype=dtype).to(given.device).eval()
     tokenizer = AutoTokenizer.from_pretrained(given.model)
@@ -81,7 +87,7 @@ def main() -> None:
 
 
 def shown(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """As the model card has it: scores to two digits, without the signatures."""
+    """Return the table of the model card: scores with two digits, without signatures."""
     return [
         {
             name: f"{value:.2f}" if isinstance(value, float) else value

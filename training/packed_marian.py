@@ -1,7 +1,7 @@
-"""Transformers' own Marian, computed on packed sentences.
+"""Computes Marian, as transformers defines it, on packed sentences.
 
-The parameters are those of a ``MarianMTModel``, so that saving it is all there is to exporting;
-only the forward pass is written again, because transformers' pads.
+The parameters are those of a ``MarianMTModel``, so that exporting the model is saving it. Only the
+forward pass is written anew, because that of transformers pads.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from training.tokenizer import END_ID, PAD_ID
 
 
 def marian(vocabulary: int, layers: tuple[int, int] = (8, 4), width: int = 256) -> Any:
-    """A model with fresh weights.
+    """Return a model with fresh weights.
 
     Post-norm layers are hard to train when there are many; the initial scales are DeepNorm's (Wang
     et al. 2022), with the factor on the residual stream divided out of what is added to it.
@@ -67,7 +67,7 @@ def _initialize(layer: Any, alpha: float, beta: float) -> None:
 
 
 class Parts(NamedTuple):
-    """The pieces of the forward pass, as they are or compiled."""
+    """The parts of the forward pass, either eager or compiled."""
 
     embedded: Callable[..., Tensor]
     encoder_layer: Callable[..., Tensor]
@@ -75,12 +75,12 @@ class Parts(NamedTuple):
     cross_entropy: Callable[..., Tensor]
 
     def compiled(self) -> Parts:
-        """The same, each through torch.compile: a layer is compiled once, not once for each."""
+        """Return the parts compiled; all layers of a kind share one compilation."""
         return Parts(*(torch.compile(part, dynamic=False) for part in self))
 
 
 def loss(model: Any, batch: Batch, label_smoothing: float, parts: Parts) -> Tensor:
-    """Mean cross-entropy of the target's tokens."""
+    """Return the mean cross-entropy of the tokens of the target."""
     encoder, decoder = model.model.encoder, model.model.decoder
     source, target = batch.source, batch.target
     states = parts.embedded(encoder, source.tokens, source.places)
@@ -94,13 +94,13 @@ def loss(model: Any, batch: Batch, label_smoothing: float, parts: Parts) -> Tens
 
 
 def embedded(side: Any, tokens: Tensor, places: Tensor) -> Tensor:
-    """Tokens and where they stand."""
+    """Return the embeddings of the tokens and of their positions."""
     x = side.embed_tokens(tokens) * side.embed_scale + side.embed_positions.weight[places]
     return F.dropout(x, side.dropout, side.training)
 
 
 def encoder_layer(layer: Any, x: Tensor, bounds: Tensor) -> Tensor:
-    """One layer of the encoder."""
+    """Compute one layer of the encoder."""
     within = _attention(layer.self_attn, x, x, bounds, bounds, causal=False)
     x = layer.self_attn_layer_norm(_plus(layer, x, within))
     return _feed_forward(layer, x)
@@ -109,7 +109,7 @@ def encoder_layer(layer: Any, x: Tensor, bounds: Tensor) -> Tensor:
 def decoder_layer(
     layer: Any, x: Tensor, states: Tensor, bounds: Tensor, source_bounds: Tensor
 ) -> Tensor:
-    """One layer of the decoder."""
+    """Compute one layer of the decoder."""
     within = _attention(layer.self_attn, x, x, bounds, bounds, causal=True)
     x = layer.self_attn_layer_norm(_plus(layer, x, within))
     across = _attention(layer.encoder_attn, x, states, bounds, source_bounds, causal=False)
@@ -118,7 +118,7 @@ def decoder_layer(
 
 
 def cross_entropy(head: Any, x: Tensor, tokens: Tensor, label_smoothing: float) -> Tensor:
-    """Of the tokens that are no filler."""
+    """Return the mean cross-entropy of the tokens, except filler."""
     logits = head(x).float()
     return F.cross_entropy(logits, tokens, ignore_index=PAD_ID, label_smoothing=label_smoothing)
 
@@ -150,7 +150,7 @@ def _attention(
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, q_bounds: Tensor, k_bounds: Tensor, causal: bool
 ) -> Tensor:
-    """[tokens, heads, d] attention within each sentence; flash attention on a GPU."""
+    """Return [tokens, heads, d] attention within each sentence, by flash attention on a GPU."""
     if q.is_cuda:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -163,6 +163,8 @@ def packed_attention(
     allowed = q_sentence[:, None] == k_sentence
     if causal:
         allowed &= q_at[:, None] >= k_at
-    allowed |= ~allowed.any(-1, keepdim=True)  # filler across from no filler
+    allowed |= ~allowed.any(
+        -1, keepdim=True
+    )  # filler that has nothing to attend to attends to everything
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)[0].transpose(0, 1)

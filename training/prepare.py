@@ -1,8 +1,8 @@
-"""Turn parallel text into what training reads: a tokenizer and numbered words.
+"""Prepares parallel text for training: a tokenizer, and the words as numbers.
 
     python -m training.prepare --out FOLDER europarl.tsv.xz tatoeba.tsv.xz
 
-Writes ``tokenizer.json``, ``segmentations.npz`` and, compressed, the word types of either side.
+It writes ``tokenizer.json``, ``segmentations.npz`` and the compressed word types of both languages.
 """
 
 from __future__ import annotations
@@ -27,12 +27,14 @@ END_OF_SENTENCE = 0
 
 
 def main() -> None:
-    """Prepare the files named."""
+    """Prepare the files that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("files", type=Path, nargs="+", help="English TAB French, by xz")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--dropout", type=float, default=0.1, help="BPE-dropout")
+    parser.add_argument(
+        "files", type=Path, nargs="+", help="files of English TAB French, compressed by xz"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder to write to")
+    parser.add_argument("--vocabulary", type=int, default=8000, help="number of tokens")
+    parser.add_argument("--dropout", type=float, default=0.1, help="rate of BPE-dropout")
     arguments = parser.parse_args()
     start = time.monotonic()
 
@@ -73,19 +75,19 @@ def _cleaned(pair: Pair) -> Pair:
 
 
 def _numbered(sentences: Iterable[list[str]], number: dict[str, int]) -> Integers:
-    """The types of all words, each sentence closed by ``END_OF_SENTENCE``."""
+    """Return the types of all words, with ``END_OF_SENTENCE`` after each sentence."""
     types = (t for words in sentences for t in (*map(number.__getitem__, words), END_OF_SENTENCE))
     return np.fromiter(types, np.uint32)
 
 
 def write_array(file: Path, array: Integers) -> None:
-    """An array, compressed well, because it travels to where the GPU is."""
+    """Write an array, well compressed, because it is sent to the machine with the GPU."""
     with lzma.open(file, "wb", preset=4) as out:
         np.save(out, array)
 
 
 def read_array(file: Path) -> Integers:
-    """What ``write_array`` wrote."""
+    """Return the array that ``write_array`` wrote."""
     with lzma.open(file, "rb") as stored:
         array: Integers = np.load(stored)
     return array

@@ -1,4 +1,4 @@
-"""Parallel text as it comes: read, cleaned, and what is no translation left out."""
+"""Reads and cleans parallel text, and drops pairs that are not translations of each other."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 SPEAKER = re.compile(r"^(?:\([A-Z]{2}\) )?[^.!?]{3,110}? ?\. ?- (?=[A-ZÀ-Ý(\"])")
-"""In parliament's records: *Draftsman of the opinion of the Committee . - Mr President, …*"""
+"""Matches the name of a speaker in records of parliament: *Draftsman of the opinion of the
+Committee . - Mr President, …*"""
 
 MARK = re.compile(r"^(?:\([A-Z]{2}\) ?|- )")
-"""The language somebody spoke in, or a dash, before the first word."""
+"""Matches the code of the language that was spoken, or a dash, before the first word."""
 
 QUOTE_FOR_APOSTROPHE = re.compile(r'(?<=\w)"(?=\w)')
 
@@ -19,7 +20,7 @@ Pair = tuple[str, str]
 
 
 def read_pairs(file: Path) -> Iterator[Pair]:
-    """English and French from a file of tab-separated lines, compressed by xz."""
+    """Yield English and French from a file of tab-separated lines that is compressed by xz."""
     with lzma.open(file, "rt", encoding="utf-8") as lines:
         for line in lines:
             english, french = line.rstrip("\n").split("\t")[:2]
@@ -27,13 +28,13 @@ def read_pairs(file: Path) -> Iterator[Pair]:
 
 
 def cleaned(pair: Pair, normalize: Callable[[str], str]) -> Pair:
-    """The sentences alone, in the characters that the tokenizer's normaliser leaves."""
+    """Return the normalised sentences without speakers and language codes."""
     english, french = (MARK.sub("", SPEAKER.sub("", normalize(text))) for text in pair)
     return english, QUOTE_FOR_APOSTROPHE.sub("'", french)
 
 
 def is_translation(pair: Pair) -> bool:
-    """Whether it looks like one: two different texts of letters, not too unlike in length."""
+    """Return whether a pair is two different texts, mostly of letters, of similar length."""
     english, french = pair
     if not english or not french or english == french:
         return False
@@ -43,7 +44,7 @@ def is_translation(pair: Pair) -> bool:
 
 
 def without_repeats(pairs: Iterator[Pair]) -> Iterator[Pair]:
-    """Every pair once."""
+    """Yield every pair once."""
     seen = set()
     for pair in pairs:
         if pair not in seen:

@@ -1,8 +1,8 @@
-"""The tokenizer: joint byte-pair encoding of both languages, and its random segmentations.
+"""Trains the tokenizer, a joint byte-pair encoding of both languages, and segments words at random.
 
-A text is normalised, split into words, and each word into tokens by itself. So a training corpus
-is a list of word types, and BPE-dropout (Provilkov, Emelianenko and Voita 2020) needs a few random
-segmentations of every type, not of every occurrence.
+A text is normalised and split into words, and every word is split into tokens by itself. So a
+training corpus is a list of word types, and BPE-dropout (Provilkov, Emelianenko and Voita 2020)
+needs a few random segmentations of every type, not of every occurrence.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ Integers = NDArray[np.integer[Any]]
 
 
 def untrained() -> Tokenizer:
-    """Quotes and dashes of every kind become ASCII; digits and punctuation stand alone.
+    """Return the tokenizer with its normaliser and its rules for words, but without tokens.
 
-    An apostrophe ends the word before it: *l'* and *don'* are words.
+    Quotes and dashes of every kind become ASCII, and every digit and punctuation mark is a word. An
+    apostrophe ends the word before it: *l'* and *don'* are words.
     """
     replace, split = normalizers.Replace, pre_tokenizers.Split
     tokenizer = Tokenizer(BPE(unk_token=UNKNOWN))
@@ -53,7 +54,7 @@ def untrained() -> Tokenizer:
 
 
 def trained(texts: Iterator[str], size: int) -> Tokenizer:
-    """A tokenizer of ``size`` tokens."""
+    """Return a tokenizer of ``size`` tokens, trained on the texts."""
     tokenizer = untrained()
     tokenizer.train_from_iterator(
         texts,
@@ -71,27 +72,27 @@ def trained(texts: Iterator[str], size: int) -> Tokenizer:
 
 
 def words_of(tokenizer: Tokenizer, text: str) -> list[str]:
-    """The words of a normalised text, which are segmented one by one."""
+    """Return the words of a normalised text, which are segmented one by one."""
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 
 @dataclass(frozen=True)
 class Segmentations:
-    """For every word type a few ways to write it in tokens, the usual one first.
+    """A few segmentations of every word type into tokens, the usual one first.
 
     Type 0 is the end of a sentence.
     """
 
     ways: Integers
-    """[types] how many."""
+    """[types] the number of segmentations of each type."""
     lengths: Integers
-    """[Σ ways] tokens."""
+    """[Σ ways] the number of tokens of each segmentation."""
     tokens: Integers
-    """[Σ lengths]"""
+    """[Σ lengths] the tokens of all segmentations."""
 
 
 def segmentations(tokenizer: Tokenizer, counts: dict[str, int], dropout: float) -> Segmentations:
-    """Each type's usual segmentation and random ones, more of them for frequent types."""
+    """Return the usual segmentation of each type and random ones, more for frequent types."""
     model = tokenizer.model
     usual = [_ids(model, word) for word in counts]
     model.dropout = dropout

@@ -1,9 +1,9 @@
-"""Train the English–French model on one GPU.
+"""Trains the English–French model on one GPU.
 
     python -m training.train --prepared DIR --dev EN FR --work DIR --out DIR
 
-Started again, it goes on from its last checkpoint. The result, an ordinary folder of transformers
-in half precision, is put in place when it is complete.
+If it is interrupted, the same command resumes from the last checkpoint. The result, an ordinary
+folder of transformers in half precision, appears when it is complete.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from training.tokenizer import END, PAD, UNKNOWN, Segmentations
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is decided before training."""
+    """The hyperparameters of training."""
 
     steps: int = 36_000
     warm_up: int = 1_500
-    """Steps until the learning rate is at its peak, from where it falls to zero in a line."""
+    """Steps until the learning rate peaks; from there it decreases linearly to zero."""
     learning_rate: float = 1.5e-3
     weight_decay: float = 0.02
     label_smoothing: float = 0.1
     subword_dropout: float = 0.62
-    """The part of the steps that have BPE-dropout; the rest see the usual segmentation."""
+    """The fraction of the steps, from the first, that use BPE-dropout."""
     averaged: float = 0.15
-    """The part of the steps, at the end, over which the weights are averaged."""
+    """The fraction of the steps, at the end, over which the weights are averaged."""
     seed: int = 1
 
     def rate_at(self, step: int) -> float:
-        """The learning rate."""
+        """Return the learning rate of a step."""
         falling = (self.steps - step) / max(1, self.steps - self.warm_up)
         return self.learning_rate * min((step + 1) / self.warm_up, falling, 1.0)
 
 
 class Trainer:
-    """The model, its optimiser, the average, and one recorded step of training."""
+    """The model, its optimiser, the average of its weights, and the recorded training step."""
 
     def __init__(self, recipe: Recipe, model: Any, device: torch.device) -> None:
         self.recipe, self.device = recipe, device
@@ -86,7 +86,7 @@ class Trainer:
         self._batch: list[Tensor] = []
 
     def _make_moments(self) -> None:
-        """The optimiser makes its state at the first step; so do one at a rate of zero."""
+        """Make the optimiser create its state, by a step with a learning rate of zero."""
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)
         self.optimizer.step()
@@ -96,7 +96,7 @@ class Trainer:
                 tensor.zero_()
 
     def step(self, batch: Batch, step: int) -> None:
-        """One step of the optimiser; nothing waits for it to end."""
+        """Do one step of training, without synchronising with the host."""
         self.rate.fill_(self.recipe.rate_at(step))
         if self._graph is None:
             self._body(batch)
@@ -117,15 +117,15 @@ class Trainer:
         self.total_loss += value.detach()
 
     def loss(self, batch: Batch, label_smoothing: float, parts: Parts = EAGER) -> Tensor:
-        """The matrices are multiplied in bfloat16 on a GPU."""
+        """Return the loss of a batch; matrices are multiplied in bfloat16 on a GPU."""
         on_gpu = self.device.type == "cuda"
         with torch.autocast(self.device.type, torch.bfloat16, on_gpu, cache_enabled=False):
             return loss(self.model, batch, label_smoothing, parts)
 
     def record(self, batch: Batch) -> None:
-        """Record a step as one CUDA graph: launching its kernels one by one costs as much again.
+        """Record a step as one CUDA graph, since launching its kernels singly doubles its time.
 
-        The state is as before, afterwards.
+        The state is restored afterwards.
         """
         before = {name: tensor.clone() for name, tensor in self.state().items()}
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ class Trainer:
         self.restore(before)
 
     def state(self) -> dict[str, Tensor]:
-        """All that a step changes, by name; the live tensors."""
+        """Return all tensors that a step changes, by name, without copying them."""
         state = {f"weight.{name}": w.detach() for name, w in self.weights.items()}
         state |= {f"average.{name}": w for name, w in self.average.items()}
         for name, weight in self.weights.items():
@@ -151,15 +151,20 @@ class Trainer:
         return state | {"total_loss": self.total_loss}
 
     def restore(self, saved: dict[str, Tensor]) -> None:
-        """Write into the live tensors."""
+        """Copy saved tensors into the state."""
         for name, tensor in self.state().items():
             tensor.copy_(saved[name])
 
 
 def save(trainer: Trainer, file: Path, step: int, epoch: int, done: int) -> None:
-    """Put a checkpoint where the last one was, at once or not at all.
+    """Replace the checkpoint atomically.
 
-    ``done`` batches of the epoch were seen.
+    Args:
+        trainer: what to save.
+        file: the file of the checkpoint.
+        step: the number of steps done.
+        epoch: the number of the current epoch.
+        done: the number of batches of this epoch that are done.
     """
     state = {name: tensor.cpu() for name, tensor in trainer.state().items()}
     state["random"] = torch.get_rng_state()
@@ -172,12 +177,14 @@ def save(trainer: Trainer, file: Path, step: int, epoch: int, done: int) -> None
 
 
 def restored(trainer: Trainer, file: Path) -> tuple[int, int, int]:
-    """Go back to a checkpoint; returns its step, epoch and batches done."""
+    """Restore a checkpoint, and return its step, its epoch and the batches done in it."""
     with safe_open(file, "pt") as stored:
         state = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         place = json.loads(stored.metadata()["place"])
     if place["recipe"] != asdict(trainer.recipe):
-        raise ValueError(f"{file} is of another recipe: {place['recipe']}")
+        raise ValueError(
+            f"{file} is the checkpoint of another recipe, {place['recipe']}; delete it"
+        )
     torch.set_rng_state(state.pop("random"))
     if trainer.device.type == "cuda":
         torch.cuda.set_rng_state(state.pop("cuda_random"))
@@ -186,7 +193,7 @@ def restored(trainer: Trainer, file: Path) -> tuple[int, int, int]:
 
 
 class Corpus:
-    """The training text, segmented again for every epoch."""
+    """The training text, which is segmented again for every epoch."""
 
     def __init__(self, folder: Path, recipe: Recipe, shape: Shape, device: torch.device) -> None:
         with np.load(folder / "segmentations.npz") as stored:
@@ -195,7 +202,7 @@ class Corpus:
         self._recipe, self._shape, self._device = recipe, shape, device
 
     def epoch(self, number: int, dropout: bool) -> Iterator[Batch]:
-        """All batches of an epoch; the same ones whenever it is asked for."""
+        """Return all batches of an epoch, which depend on nothing but its number and the seed."""
         generator = torch.Generator(self._device).manual_seed(self._recipe.seed * 1000 + number)
         source, target = (w.segmented(dropout, generator) for w in self._words)
         text = Parallel(source, target, self._shape)
@@ -203,7 +210,7 @@ class Corpus:
 
 
 def development_loss(trainer: Trainer, text: Parallel) -> float:
-    """Nats a token, of text that is not trained on."""
+    """Return the loss on text that is not trained on, in nats per token."""
     trainer.model.eval()
     total = tokens = 0.0
     with torch.no_grad():
@@ -218,7 +225,7 @@ def development_loss(trainer: Trainer, text: Parallel) -> float:
 def train(
     trainer: Trainer, corpus: Corpus, development: Parallel, log: Any, checkpoint: Path, every: int
 ) -> None:
-    """From the last checkpoint to the end, with a checkpoint every so many steps."""
+    """Train from the last checkpoint to the end, with a checkpoint every ``every`` steps."""
     recipe = trainer.recipe
     step = epoch = done = 0
     if trainer.device.type == "cuda":
@@ -248,7 +255,7 @@ def train(
 
 
 def export(model: Any, tokenizer: Path, out: Path) -> None:
-    """The model and the tokenizer as transformers has them, in shards below 16 MB."""
+    """Save model and tokenizer in the format of transformers, in shards below 16 MB."""
     partial_folder = out.with_name(out.name + ".partial")
     shutil.rmtree(partial_folder, ignore_errors=True)
     model.half().save_pretrained(partial_folder, max_shard_size="14MB")
@@ -264,7 +271,7 @@ def export(model: Any, tokenizer: Path, out: Path) -> None:
 
 
 def write_log(file: Path, start: float, **entry: Any) -> None:
-    """A line in the file and on the terminal."""
+    """Write an entry as a line to the file and to the terminal."""
     line = json.dumps({"seconds": round(time.monotonic() - start, 1), **entry})
     print(line, flush=True)
     with file.open("a") as log:
@@ -283,9 +290,9 @@ def make_model(
     every: int = 1000,
     device: str = "cuda",
 ) -> None:
-    """From prepared text to a folder that transformers reads."""
+    """Train a model on prepared text, and export it to a folder that transformers reads."""
     if out.exists():
-        raise ValueError(f"out is {out}, which is there already; it is not overwritten")
+        raise ValueError(f"out is {out}, which exists already; choose another folder")
     work.mkdir(parents=True, exist_ok=True)
     log = partial(write_log, work / "log.jsonl", time.monotonic())
     place = torch.device(device)
@@ -306,13 +313,17 @@ def make_model(
 
 
 def main() -> None:
-    """Train, and say how it goes."""
+    """Train the model that the arguments describe."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--prepared", type=Path, required=True, help="by training.prepare")
-    parser.add_argument("--dev", type=Path, nargs=2, required=True, help="English and French lines")
-    parser.add_argument("--out", type=Path, required=True, help="the model's folder")
-    parser.add_argument("--work", type=Path, required=True, help="for checkpoint and log")
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument(
+        "--prepared", type=Path, required=True, help="folder that training.prepare wrote"
+    )
+    parser.add_argument(
+        "--dev", type=Path, nargs=2, required=True, help="English and French development text"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model")
+    parser.add_argument("--work", type=Path, required=True, help="folder for checkpoint and log")
+    parser.add_argument("--steps", type=int, default=Recipe.steps, help="steps of training")
     parser.add_argument("--every", type=int, default=1000, help="steps between checkpoints")
     given = parser.parse_args()
     recipe = Recipe(steps=given.steps)

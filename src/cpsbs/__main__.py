@@ -1,4 +1,4 @@
-"""``cpsbs`` and ``python -m cpsbs``: the command line, or how to get it."""
+"""Runs the command line (``cpsbs``, ``python -m cpsbs``), or says how to install it."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from cpsbs.extras import required
 
 
 class ClosedOutput(io.TextIOBase):
-    """Standard output that was closed by whoever started the process: it takes nothing."""
+    """A standard output that the parent process has closed: writing to it is an error."""
 
     def write(self, text: str) -> int:
-        """Refuse to lose a text."""
-        raise OSError("standard output is closed; redirect it, or give --output")
+        """Raise an error, so that no result is lost silently."""
+        raise OSError("standard output is closed; redirect it, or use --output")
 
 
 def main() -> None:
-    """Run a command."""
+    """Run the command that the arguments name."""
     _open_standard_streams()
-    _imported()()
+    _import_command_line()()
 
 
 def _open_standard_streams() -> None:
-    """Make sure that 0, 1 and 2 are the standard streams.
+    """Make sure that the file descriptors 0, 1 and 2 are the standard streams.
 
-    Otherwise the next files to be opened would have these numbers, and what libraries write to
+    Otherwise the next files to be opened would get these numbers, and what libraries write to
     standard error would end up in results.
     """
     while (number := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -40,11 +40,14 @@ def _open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
 
 
-def _imported() -> Callable[[], None]:
-    """Import the command line, which takes seconds in which Ctrl-C is to end the process."""
-    listens = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    if listens:
-        # An exception would be lost, or told at length, by the packages that are being imported.
+def _import_command_line() -> Callable[[], None]:
+    """Import the command line and return its entry point.
+
+    Importing takes seconds, during which Ctrl-C must end the process.
+    """
+    interruptible = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    if interruptible:
+        # An exception inside the packages being imported would be swallowed or print a traceback.
         signal.signal(signal.SIGINT, _stop)
     try:
         required("typer", "cli")
@@ -53,7 +56,7 @@ def _imported() -> Callable[[], None]:
         sys.exit(f"error: {error}")
     from cpsbs.cli import run
 
-    if listens:
+    if interruptible:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return run
 

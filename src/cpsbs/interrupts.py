@@ -1,8 +1,8 @@
-"""Ctrl-C while the command line is starting.
+"""Makes Ctrl-C end the command line quietly while it is still starting.
 
-The package takes seconds to import, and ``cpsbs.__main__`` is only reached after that. If this
-process is the command line, Ctrl-C ends it without a traceback until ``__main__`` takes over; a
-program that imports the package as a library keeps its own way to be interrupted.
+The package takes seconds to import, and ``cpsbs.__main__`` is reached only after that. If this
+process is the command line, importing this module makes Ctrl-C end it without a traceback until
+``__main__`` takes over. A program that imports the package as a library keeps its own handler.
 """
 
 from __future__ import annotations

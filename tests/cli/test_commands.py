@@ -14,9 +14,12 @@ import torch
 from typer.testing import CliRunner, Result
 
 import cpsbs
-from cpsbs.cli import commands
-from cpsbs.cli.batches import batches, refill_size, usual_size
+from cpsbs.cli import estimate as estimating
+from cpsbs.cli.batches import batches, default_batch_size, refill_size
 from cpsbs.cli.commands import app
+from cpsbs.designs import DEFAULT_DESIGN
+from cpsbs.estimation import metrics
+from cpsbs.experiments.plan import EXPERIMENTS
 from cpsbs.text import demonstration
 
 TEXT, REFERENCE = demonstration()[0]
@@ -42,7 +45,7 @@ def test_sample_writes_an_object_a_source() -> None:
     assert second["log_prob"] == pytest.approx(beams.log_prob[1].tolist())
     assert len(set(map(tuple, first["sequences"]))) == 3
     assert first["bleu"][0] == cpsbs.sentence_bleu(first["texts"][0], REFERENCE)
-    assert first["settings"]["design"].startswith("conditional-poisson")
+    assert first["settings"]["design"].startswith(DEFAULT_DESIGN)
 
 
 def test_sample_reads_files_and_standard_input(tmp_path: Path) -> None:
@@ -73,7 +76,7 @@ def test_causal_models_and_folders(causal: Path) -> None:
 def test_anneal_towards_zero_is_beam_search() -> None:
     found = [
         records(run("sample", "The dog is red.", "-k", "3", *more).stdout)[0]["sequences"]
-        for more in (["--anneal", "0"], ["--design", "top-k"])
+        for more in (["--design", "conditional-poisson", "--anneal", "0"], ["--design", "top-k"])
     ]
     assert sorted(found[0]) == sorted(found[1])
 
@@ -115,7 +118,7 @@ def test_hindsight_has_a_stream_for_every_batch() -> None:
             seeds.append(generator.initial_seed())
             return cpsbs.hindsight_inclusion(*given, generator=generator, **more)
 
-        patch.setattr(commands, "hindsight_inclusion", noted)
+        patch.setattr(estimating, "hindsight_inclusion", noted)
         found = records(run(*arguments).stdout)
     assert len(set(seeds)) == 3
     assert [record["runs"] for record in found] == [1, 1, 1]
@@ -154,28 +157,32 @@ def test_demo_shows_the_main_job() -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "message"),
     [
-        (["sample"], "", "there are no texts"),
+        (["sample"], "", "the input is empty"),
         (["sample"], "Yes.\n\nNo.\n", "text 2 is empty"),
         (["sample"], "word " * 300 + "\n", "takes 256"),
         (["sample"], b"Yes.\n\xff\n", "line 2 has the byte 0xff"),
         (["sample", "Yes.", "--file", "x"], None, "give one of them"),
         (["sample", "--file", "nowhere"], None, "nowhere, which cannot be read: No such file"),
-        (["sample", "Yes.", "--design", "nope"], None, "allowed are conditional-poisson"),
+        (["sample", "Yes.", "--design", "nope"], None, "conditional-poisson, "),
         (["sample", "Yes.", "--design", "top-k", "--anneal", "0.5"], None, "--anneal"),
         (["sample", "Yes.", "--temperature", "0"], None, "temperature is 0"),
         (["sample", "Yes.", "--dtype", "float9"], None, "dtype is float9; allowed are"),
-        (["sample", "Yes.", "--model", "./nowhere"], None, "allowed are en-fr"),
+        (
+            ["sample", "Yes.", "--model", "./nowhere"],
+            None,
+            "'./nowhere', but this folder does not exist",
+        ),
         (["sample", "Yes.", "--output", "no/folder/x.jsonl"], None, "there is no folder"),
-        (["estimate", "bleu", "Yes."], None, "bleu needs --reference"),
+        (["estimate", "bleu", "Yes."], None, "bleu needs a reference"),
         (["estimate", "bleu", "Yes.", "-r", "a", "-r", "b"], None, "2 references for 1 texts"),
         (["estimate", "length", "Yes.", "--design", "top-k"], None, "cannot estimate"),
         (["estimate", "length", "Yes.", "--estimator", "hindsight"], None, "conditional-poisson"),
-        (["compare", " "], None, "text 1 is empty; nothing was done. Fix it\n"),
+        (["compare", " "], None, "text 1 is empty; nothing was computed. Give another text\n"),
         (["sample", "Yes.", "--max-length", "999"], None, "takes at most 256 tokens"),
         (["sample", "--skip"], "\n\n", "text 1 is empty"),
-        (["estimate", "length", "Yes.", "--plain"], None, "--plain is for entropy"),
+        (["estimate", "length", "Yes.", "--plain"], None, "--plain applies to entropy only"),
         (["estimate", "bleu", "Yes.", "--reference-file", "no"], None, "--reference-file is no"),
-        (["demo", "99"], None, "there are 30 sentences"),
+        (["demo", "99"], None, "number is 99; it must be from 1 to 30"),
     ],
 )
 def test_errors_are_one_line(arguments: list[str], stdin: str | bytes | None, message: str) -> None:
@@ -196,20 +203,47 @@ def test_bad_lines_are_left_out_on_request() -> None:
     result = run("sample", "--skip", "-k", "2", stdin="Yes.\n\nNo.\n")
     assert result.exit_code == 3
     assert [r["number"] for r in records(result.stdout)] == [0, 2]
-    assert "1 of 3 lines were left out; line 2 is empty" in result.stderr
+    assert "1 of 3 lines were skipped; line 2 is empty" in result.stderr
 
 
-@pytest.mark.parametrize("package", ["typer", "transformers", "sacrebleu", "pyarrow"])
-def test_a_missing_package_is_told_with_its_extra(package: str, tmp_path: Path) -> None:
-    """In a process where it cannot be imported."""
-    extra = {"typer": "cli", "sacrebleu": "metrics", "pyarrow": "parquet"}.get(package, package)
-    arguments = ["sample", "Yes.", "-k", "1", "-r", "Oui.", "-o", str(tmp_path / "x.parquet")]
-    code = f"import sys; sys.modules[{package!r}] = None; sys.argv = ['cpsbs', *{arguments!r}]\n"
+@pytest.mark.parametrize("package", ["transformers", "sacrebleu", "pyarrow"])
+def test_a_missing_package_is_told_with_its_extra(
+    package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extra = {"sacrebleu": "metrics", "pyarrow": "parquet"}.get(package, package)
+    monkeypatch.setitem(sys.modules, package, None)
+    metrics._bleu.cache_clear()  # it keeps sacrebleu
+    result = run("sample", "Yes.", "-k", "1", "-r", "Oui.", "-o", tmp_path / "x.parquet")
+    assert result.exit_code == 1
+    assert f"{package} is not installed" in result.stderr
+    assert f"pip install 'cpsbs[{extra}]'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_the_package_is_imported_without_extras() -> None:
+    """In a process where they are missing; the command line says how to get it."""
+    missing = ["typer", "rich", "transformers", "sacrebleu", "pyarrow", "matplotlib", "ray", "gguf"]
+    code = f"import sys; sys.modules |= dict.fromkeys({missing}); import cpsbs\n"
     code += "from cpsbs.__main__ import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 1
-    assert f"{package} is not installed; get it with: pip install 'cpsbs[{extra}]'" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: typer is not installed")
+    assert "pip install 'cpsbs[cli]'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_only_reproduce_imports_the_experiments() -> None:
+    """In a process of its own, since other tests import them."""
+    code = "import sys, cpsbs.cli.commands\n"
+    code += "sys.exit(any(name.startswith('cpsbs.experiments') for name in sys.modules))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_help_names_every_experiment() -> None:
+    shown = run("reproduce", "--help").stdout
+    assert all(name in shown for name in EXPERIMENTS)
+    assert "--plot-only" in shown
+    assert "--draw-only" not in shown
 
 
 def test_batches_that_are_refilled() -> None:
@@ -222,5 +256,5 @@ def test_batches_that_are_refilled() -> None:
 
 def test_a_gpu_gets_more_texts_at_once() -> None:
     card, processor = torch.device("cuda"), torch.device("cpu")
-    assert [usual_size(card, k) for k in (1, 5, 10, 2000)] == [1280, 256, 128, 1]
-    assert [usual_size(processor, k) for k in (5, 20)] == [128, 32]
+    assert [default_batch_size(card, k) for k in (1, 5, 10, 2000)] == [1280, 256, 128, 1]
+    assert [default_batch_size(processor, k) for k in (5, 20)] == [128, 32]

@@ -13,22 +13,23 @@ from typer.testing import CliRunner
 
 from cpsbs import DESIGNS, Beams, TextModel
 from cpsbs.cli.commands import app
+from cpsbs.search.settings import SearchSettings
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool]]:
     """The design of every search, and whether it was asked for joint inclusion."""
-    seen: list[tuple[str, bool]] = []
-    search_each = TextModel.beams_each
+    searches: list[tuple[str, bool]] = []
+    draw = TextModel.draw
 
     def spy(
-        self: TextModel, texts: Any, k: int, design: Any, *, joint: bool = False, **rest: Any
+        self: TextModel, texts: Any, settings: SearchSettings, **options: Any
     ) -> Iterator[Beams]:
-        seen.append((design.name, joint))
-        return search_each(self, texts, k, design, joint=joint, **rest)
+        searches.append((settings.design.name, settings.joint))
+        return draw(self, texts, settings, **options)
 
-    monkeypatch.setattr(TextModel, "beams_each", spy)
-    return seen
+    monkeypatch.setattr(TextModel, "draw", spy)
+    return searches
 
 
 def run(*arguments: str) -> str:

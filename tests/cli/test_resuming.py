@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from cpsbs.cli.outputs import ResumableFile
+from cpsbs.__main__ import main
+from cpsbs.cli.commands import app
+from cpsbs.cli.outputs import Record, ResumableFile
 
 LINES = [f"the dog sees {n} and {m}" for n in ("one", "two") for m in ("a cat", "it") * 8]
 
@@ -26,15 +29,15 @@ def texts(tmp_path: Path) -> Path:
     return file
 
 
-def command(texts: Path, causal: Path, output: Path, *more: str) -> list[str]:
+def command(texts: Path, causal: Path, output: Path) -> list[str]:
     """Two at a time, so that there are many batches."""
-    sample = [sys.executable, "-m", "cpsbs", "sample", "-f", str(texts), "-m", str(causal)]
-    return [*sample, "-k", "2", "--batch-size", "2", "-o", str(output), *more]
+    sample = ["sample", "-f", str(texts), "-m", str(causal)]
+    return [*sample, "-k", "2", "--batch-size", "2", "-o", str(output)]
 
 
-def finish(arguments: list[str], limit: Callable[[], None] | None = None) -> tuple[int, str]:
-    done = subprocess.run(arguments, capture_output=True, text=True, preexec_fn=limit)
-    return done.returncode, done.stderr
+def finish(arguments: list[str]) -> tuple[int, str]:
+    done = CliRunner().invoke(app, arguments)
+    return done.exit_code, done.stderr
 
 
 def written(partial: Path) -> int:
@@ -55,35 +58,61 @@ def expected(causal: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])
-def test_a_stopped_run_goes_on(
-    how: signal.Signals, texts: Path, causal: Path, tmp_path: Path, expected: bytes
-) -> None:
-    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    # Slow enough to be stopped in the middle.
-    slow = "import time, cpsbs.cli.outputs as o; w = o.ResumableFile.write\n"
-    slow += "o.ResumableFile.write = lambda self, r: (w(self, r), time.sleep(0.3))[0]\n"
-    slow += "from cpsbs.__main__ import main; main()"
-    arguments = command(texts, causal, output)
-    running = subprocess.Popen(
-        [sys.executable, "-c", slow, *arguments[3:]], stderr=subprocess.PIPE, text=True
-    )
-    deadline = time.monotonic() + 60
-    while written(partial) < 4 and time.monotonic() < deadline:
-        time.sleep(0.02)
-    running.send_signal(how)
-    _, said = running.communicate(timeout=60)
+def resumed(arguments: list[str], expected: bytes) -> None:
+    """Finish a run that was stopped, and check that nothing shows that it was."""
+    output = Path(arguments[-1])
+    partial = output.with_name("out.jsonl.partial")
     assert 4 <= written(partial) < len(LINES)
     assert not output.exists()
-    if how is signal.SIGINT:
-        assert running.returncode == 130
-        assert "the same command goes on" in said
-    status, said = finish(arguments)
-    assert status == 0, said
-    assert "Going on: " in said
+    status, message = finish(arguments)
+    assert status == 0, message
+    assert "Resuming: " in message
     assert output.read_bytes() == expected
     assert not partial.exists()
-    assert finish(arguments) == (0, f"{output} is complete already.\n")
+    status, message = finish(arguments)
+    assert status == 0
+    assert "already complete" in message
+
+
+def test_a_killed_run_is_resumed(
+    texts: Path, causal: Path, tmp_path: Path, expected: bytes
+) -> None:
+    """In a process of its own, which kills itself after two batches."""
+    arguments = command(texts, causal, tmp_path / "out.jsonl")
+    code = "import os, signal, cpsbs.cli.outputs as outputs\n"
+    code += "write = outputs.ResumableFile.write\n"
+    code += "def deadly(self, records):\n"
+    code += "    write(self, records)\n"
+    code += "    if len(self.done) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code += "outputs.ResumableFile.write = deadly\n"
+    code += "from cpsbs.__main__ import main; main()"
+    killed = subprocess.run([sys.executable, "-c", code, *arguments])
+    assert killed.returncode == -signal.SIGKILL
+    resumed(arguments, expected)
+
+
+def test_an_interrupted_run_is_resumed(
+    texts: Path, causal: Path, tmp_path: Path, expected: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = command(texts, causal, tmp_path / "out.jsonl")
+    write = ResumableFile.write
+
+    def interrupted(self: ResumableFile, records: list[Record]) -> None:
+        write(self, records)
+        if len(self.done) == 4:
+            signal.raise_signal(signal.SIGINT)  # as Ctrl-C does
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableFile, "write", interrupted)
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            status, message = finish(arguments)
+        finally:
+            signal.signal(signal.SIGINT, previous)
+    assert status == 130
+    assert message.startswith("stopped: ")
+    assert message.count("\n") == 1
+    resumed(arguments, expected)
 
 
 def test_a_full_disk_loses_nothing(
@@ -91,15 +120,16 @@ def test_a_full_disk_loses_nothing(
 ) -> None:
     output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     arguments = command(texts, causal, output)
-
-    def little_room() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
-
-    status, said = finish(arguments, little_room)
+    size = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, size[1]))
+    try:
+        status, message = finish(arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, size)
     assert status == 1
-    assert "File too large; " in said
-    assert "results are safe. Make room, and give the same command again" in said
-    assert said.count("\n") == 1
+    assert "File too large" in message
+    assert "results are safe" in message
+    assert message.count("\n") == 1
     assert partial.stat().st_size == 2000  # in the middle of a line
     assert finish(arguments)[0] == 0
     assert output.read_bytes() == expected
@@ -157,7 +187,7 @@ def test_what_is_not_of_this_job_is_not_touched(tmp_path: Path) -> None:
     file, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     begun(file, 0).close()
     before = partial.read_bytes()
-    with pytest.raises(ValueError, match=r"it differs in k \(2 there, 3 here\), temperature"):
+    with pytest.raises(ValueError, match=r"differs in k \(2 there, 3 here\), temperature"):
         ResumableFile(file, {"seed": 1, "k": 3, "temperature": 0.5}, range(5))
     with closing(begun(file)) as sink, pytest.raises(RuntimeError, match="1 of 5 results"):
         sink.finish()
@@ -168,7 +198,7 @@ def test_what_is_not_of_this_job_is_not_touched(tmp_path: Path) -> None:
             begun(file)
         assert partial.read_text() == notes
     file.write_text("my own\n")
-    with pytest.raises(ValueError, match="is there already"):
+    with pytest.raises(ValueError, match="exists already"):
         begun(file)
 
 
@@ -188,18 +218,28 @@ def test_parquet_holds_the_same(texts: Path, causal: Path, tmp_path: Path, expec
     assert [{**row, "settings": json.loads(row["settings"])} for row in rows] == [
         json.loads(line) for line in expected.splitlines()
     ]
-    assert "complete already" in finish(arguments)[1]
+    assert "already complete" in finish(arguments)[1]
 
 
-def test_a_pipe_that_closes_is_no_error(texts: Path, causal: Path) -> None:
+def test_a_pipe_that_closes_is_no_error(
+    texts: Path, causal: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     texts.write_text("".join(f"{line}\n" for line in LINES * 10))  # more than a pipe holds
-    arguments = [sys.executable, "-m", "cpsbs", "sample", "-f", str(texts), "-m", str(causal)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(arguments, stdout=pipe, stderr=pipe, text=True) as running:
-        assert running.stdout is not None
-        assert running.stderr is not None
-        first = json.loads(running.stdout.readline())
-        running.stdout.close()
-        assert first["text"] == LINES[0]
-        assert running.stderr.read() == ""
-    assert running.returncode == 0
+    ours, theirs = os.pipe()
+    first: list[str] = []
+
+    def read_one_line() -> None:
+        with open(ours) as pipe:
+            first.append(pipe.readline())
+
+    reader = threading.Thread(target=read_one_line)
+    reader.start()
+    with open(theirs, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        patch.setattr(sys, "argv", ["cpsbs", "sample", "-f", str(texts), "-m", str(causal)])
+        with pytest.raises(SystemExit) as caught:
+            main()
+    reader.join()
+    assert json.loads(first[0])["text"] == LINES[0]
+    assert caught.value.code == 0
+    assert capfd.readouterr().err == ""

@@ -46,13 +46,13 @@ def test_errors_and_deviations() -> None:
 @pytest.mark.parametrize(("off", "verdict", "ratio"), [(0.01, "yes", "0.10"), (0.3, "no", "3.00")])
 def test_verdicts_follow_the_numbers(off: float, verdict: str, ratio: str) -> None:
     varies, *_ = claims(["bleu"], rows(off), SCALE)
-    assert varies.holds == verdict
-    assert f"in {12 if verdict == 'yes' else 0} of 12 cells" in varies.seen
+    assert varies.verdict == verdict
+    assert f"in {12 if verdict == 'yes' else 0} of 12 cells" in varies.measured
     small, warm, _ = claims(["rmse"], rows(off), SCALE)[:3]
-    assert small.holds == verdict
-    assert f"τ ≤ 0.2: {ratio} in the median" in small.seen
-    assert warm.holds == ("no" if verdict == "yes" else "yes")
-    assert ("do not come up" in warm.seen) == (verdict == "no")
+    assert small.verdict == verdict
+    assert f"τ ≤ 0.2: {ratio} in the median" in small.measured
+    assert warm.verdict == ("no" if verdict == "yes" else "yes")
+    assert ("do not come up" in warm.measured) == (verdict == "no")
 
 
 def test_trade_offs_times_and_inclusion() -> None:

@@ -178,7 +178,7 @@ def faulty(file: Path, at: int, kind: str, die: Callable[[], None]) -> bool:
         assert kind not in ERRORS
     if told is not None:
         assert told.errno is None, "an error of the system was not told in a sentence"
-        assert "give the same command again" in str(told)
+        assert "run the same command again" in str(told)
         assert kind in (*ERRORS, "no room in a write")
     return faults.happened
 

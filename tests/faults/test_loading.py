@@ -238,7 +238,7 @@ def test_settings_for_other_versions_are_in_the_folder(
     source = "config.json" if file == "config.json" else "tokenizer.json"
     shutil.copy(folder / source, folder / elsewhere)
     with_settings(folder, file, **{setting: [elsewhere]})
-    with pytest.raises(ValueError, match=f"{setting} .*allowed are names of .json files"):
+    with pytest.raises(ValueError, match=f"{setting} .* names of .json files"):
         cpsbs.load(folder)
 
 
@@ -506,7 +506,7 @@ def test_tokens_outside_the_vocabulary_are_refused(
     if file == "config.json":
         (folder / "generation_config.json").unlink()
     with_settings(folder, file, **{setting: value})
-    with pytest.raises(ValueError, match=f"config.json .*({setting}|Padding_idx)"):
+    with pytest.raises(ValueError, match=f"config.json.*({setting}|Padding_idx)"):
         cpsbs.load(folder)
 
 
@@ -606,7 +606,7 @@ def test_names_that_are_no_folder_are_told(
     copy: Copy, tmp_path: Path, hub: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="this is a file; give the folder that it is in"):
+    with pytest.raises(ValueError, match="which is a file"):
         cpsbs.load(copy("gpt2") / "model.safetensors")
     for name in (
         "./smol",
@@ -619,13 +619,13 @@ def test_names_that_are_no_folder_are_told(
         "a\0b",
         "." * 5,
     ):
-        with pytest.raises(ValueError, match=r"allowed are en-fr, .* \(there is no such folder\)"):
+        with pytest.raises(ValueError, match=r"this folder does not exist; .*en-fr"):
             cpsbs.load(name)
     for name in ("smol", "some/model", "", "a b", "x" * 10_000):
-        with pytest.raises(ValueError, match="there is no such folder, and on the hub"):
+        with pytest.raises(ValueError, match=r"there is no such folder, .* on the hub"):
             cpsbs.load(name)
     for odd in (None, 5, b"en-fr"):
-        with pytest.raises(ValueError, match="allowed are en-fr"):
+        with pytest.raises(ValueError, match="en-fr"):
             cpsbs.load(odd)  # type: ignore[arg-type]
 
 
@@ -686,8 +686,8 @@ class Odd:
         self.tokenizer = tokenizer
         vars(self).update(attributes)
 
-    def __call__(self, texts: list[str]) -> Any:
-        return self.tokenizer(texts)
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        return self.tokenizer(texts, **options)
 
     def batch_decode(self, *args: Any, **kwargs: Any) -> Any:
         return self.tokenizer.batch_decode(*args, **kwargs)
@@ -738,5 +738,5 @@ def test_a_tokenizer_that_fails_on_a_text_is_told(copy: Copy) -> None:
     (folder / "tokenizer.json").write_text(json.dumps(words))
     with_settings(folder, "tokenizer_config.json", unk_token=None)
     model = cpsbs.load(folder)
-    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot split texts: .*\[UNK\]"):
+    with pytest.raises(ValueError, match=r"the tokenizer of .* cannot tokenize .*: .*\[UNK\]"):
         model.beams(["the dog"])

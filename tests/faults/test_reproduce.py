@@ -16,18 +16,19 @@ from typing import Any
 
 import pytest
 
-from cpsbs.cli import reproduce
+from cpsbs.cli import reproduction
 from cpsbs.experiments import plan as planning
 from cpsbs.experiments import running
 from cpsbs.experiments.cells import Cell
 from cpsbs.experiments.claims import claims
 from cpsbs.experiments.compute import Subjects, Worker
-from cpsbs.experiments.engines import Done, LocalPool, Outcome, Pool, _Process, computed
-from cpsbs.experiments.figures import draw
+from cpsbs.experiments.engines import Done, LocalPool, Outcome, Pool, _Process, compute_cells
+from cpsbs.experiments.figures import plot
 from cpsbs.experiments.plan import EXPERIMENTS, QUICK, Subject, plan
-from cpsbs.experiments.report import tables, write_report
+from cpsbs.experiments.report import write_report
 from cpsbs.experiments.running import fill, subject_of
 from cpsbs.experiments.store import Row, Store
+from cpsbs.experiments.tables import tables
 from cpsbs.extras import required
 from cpsbs.text import demonstration
 from tests.cli.test_commands import run
@@ -73,8 +74,8 @@ class Here(Pool):
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command for two cells, whose results are there at once."""
-    monkeypatch.setattr(reproduce, "QUICK", SMALL)
-    monkeypatch.setattr(reproduce, "_pool", lambda *_: Here())
+    monkeypatch.setattr(reproduction, "QUICK", SMALL)
+    monkeypatch.setattr(reproduction.Reproduction, "_pool", lambda *_: Here())
     monkeypatch.setattr(Worker, "compute", lambda self, cell: (quick_rows(cell), 1.0))
     given = ["reproduce", "hindsight", "--quick", "--workers=1", f"--out={tmp_path / 'out'}"]
     for name, texts in zip(
@@ -91,11 +92,11 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_run_in_another_dtype_draws_nothing_of_the_first(arguments: list[str]) -> None:
     first = run(*arguments)
     assert first.exit_code == 0, first.stderr
-    same = run(*arguments, "--dtype=float32", "--draw-only")
+    same = run(*arguments, "--dtype=float32", "--plot-only")
     assert same.exit_code == 0, same.stderr
-    other = run(*arguments, "--dtype=bfloat16", "--draw-only")
+    other = run(*arguments, "--dtype=bfloat16", "--plot-only")
     assert other.exit_code == 1
-    assert "has no complete experiment to draw" in other.stderr
+    assert "has no complete experiment" in other.stderr
     assert "2 cells, 1 to compute" in run(*arguments, "--dtype=bfloat16", "--dry-run").stderr
 
 
@@ -145,7 +146,7 @@ def test_a_dtype_that_the_folder_does_not_tell_is_as_stored(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", ["float33", "int8", "nn"])
 def test_an_unknown_dtype_is_an_error_before_any_work(dtype: str, arguments: list[str]) -> None:
-    refused = run(*arguments, f"--dtype={dtype}", "--draw-only")
+    refused = run(*arguments, f"--dtype={dtype}", "--plot-only")
     assert refused.exit_code == 1
     assert f"dtype is {dtype}; allowed are auto, float32, " in refused.stderr
 
@@ -348,13 +349,13 @@ def test_no_two_writes_use_the_same_temporary_file(
     monkeypatch.setattr(os, "replace", noted)
     for _ in range(2):
         store.write(CELLS[0], ROWS, 1.0)
-        write_report(store.folder.parent, ["hindsight"], store.rows(CELLS), SMALL, {})
+        write_report(store.folder.parent, ["hindsight"], store.rows(CELLS), SMALL, [], {})
     assert len(set(used)) == len(used) > 4
 
 
 def test_the_command_tells_which_files_are_no_results(arguments: list[str], tmp_path: Path) -> None:
     cells = tmp_path / "out" / "cells"
-    said = run(*arguments, "--draw-only")
+    said = run(*arguments, "--plot-only")
     assert said.exit_code == 1
     assert not cells.exists()  # nothing was to be written
     assert run(*arguments).exit_code == 0
@@ -364,7 +365,7 @@ def test_the_command_tells_which_files_are_no_results(arguments: list[str], tmp_
     planned = run(*arguments, "--dry-run")
     assert "2 cells, 1 to compute" in planned.stderr
     assert f"{damaged} cannot be used" in planned.stderr
-    drawn = run(*arguments, "--draw-only")
+    drawn = run(*arguments, "--plot-only")
     assert drawn.exit_code == 1
     assert f"{damaged} cannot be used" in drawn.stderr
     again = run(*arguments)
@@ -405,7 +406,7 @@ def results(pool: Pool) -> list[Cell]:
 
     def work() -> None:
         try:
-            found.put([cell for cell, _ in computed(pool, CELLS, 1)])
+            found.put([cell for cell, _ in compute_cells(pool, CELLS, 1)])
         except BaseException as error:
             found.put(error)
 
@@ -465,7 +466,7 @@ def test_a_worker_killed_while_the_test_set_is_sent_does_not_hang_the_run() -> N
     "ask",
     [
         lambda name: plan([name], QUICK, SUBJECT),
-        lambda name: draw(name, [], QUICK),
+        lambda name: plot(name, [], QUICK),
         lambda name: tables(name, [], QUICK),
         lambda name: claims([name], [], QUICK),
     ],
@@ -486,7 +487,7 @@ def test_an_unknown_kind_of_cell_is_an_error() -> None:
 def test_an_updated_model_of_the_hub_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
     commit = "1" * 40
 
-    def config(name: str, trust_remote_code: bool) -> Any:
+    def config(name: str, trust_remote_code: bool, gguf_file: str | None) -> Any:
         return SimpleNamespace(dtype=None, _commit_hash=commit)
 
     monkeypatch.setattr(running, "configuration", config)

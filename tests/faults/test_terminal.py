@@ -25,7 +25,7 @@ from tests.models.folders import causal_folder
 
 HOSTILE = "dog\x1b[2J\x1b]0;owned\x07\x9b31m\x7f\u202egod [red]cat[/red] :dog:"
 SHOWN = r"dog\x1b[2J\x1b]0;owned\x07\x9b31m\x7f\u202egod [red]cat[/red] :dog:"
-ACTING = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+CONTROLS = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 STYLE = re.compile(r"\x1b\[[0-9;]*m")
 RECORD: dict[str, Any] = {
     "text": "A man rides a bicycle.",
@@ -140,15 +140,15 @@ def test_no_character_of_a_text_acts_on_the_terminal(at_terminal: Run, causal: P
     for screen in (sample, compare):
         assert screen.status == 0, screen.err
         assert SHOWN in " ".join(screen.out.split())
-        assert not ACTING.search(screen.out)
+        assert not CONTROLS.search(screen.out)
 
 
 def test_generated_texts_and_names_of_models_do_not_act_on_it_either() -> None:
     console = Console(width=200)
     with console.capture() as captured:
-        console.print(tables.beam({**RECORD, "text": HOSTILE, "texts": [HOSTILE, HOSTILE]}))
+        console.print(tables.beam_table({**RECORD, "text": HOSTILE, "texts": [HOSTILE, HOSTILE]}))
     assert captured.get().count(SHOWN) == 3
-    assert not ACTING.search(captured.get())
+    assert not CONTROLS.search(captured.get())
 
 
 def test_a_model_with_an_escape_sequence_in_its_name_is_told_without_it(
@@ -159,7 +159,7 @@ def test_a_model_with_an_escape_sequence_in_its_name_is_told_without_it(
     screen = at_terminal("estimate", "length", "the dog", "-m", tmp_path / "\x1b[2J", *few)
     assert screen.status == 0, screen.err
     assert r"\x1b[2J" in screen.out
-    assert not ACTING.search(screen.out)
+    assert not CONTROLS.search(screen.out)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_an_error_quotes_a_value_in_a_line_that_does_not_act(
     assert screen.status == status
     assert screen.err.startswith("error: ")
     assert screen.err.count("\n") == 1
-    assert not ACTING.search(screen.err)
+    assert not CONTROLS.search(screen.err)
     assert not screen.out
 
 
@@ -194,7 +194,7 @@ def test_json_on_a_terminal_has_the_exact_values_and_none_that_act(
     few = ["-k", "2", "--max-length", "3", "--json"]
     screen = at_terminal("sample", text, "-m", causal, *few, encoding=encoding)
     assert screen.status == 0, screen.err
-    assert not ACTING.search(screen.out)
+    assert not CONTROLS.search(screen.out)
     assert json.loads(screen.out)["text"] == text
     assert ("é" in screen.out) == (encoding == "utf-8")
 
@@ -206,7 +206,7 @@ def test_json_on_a_terminal_has_the_exact_values_and_none_that_act(
 def test_a_table_shows_every_text_and_number_however_narrow_it_is(columns: int) -> None:
     console = Console(width=columns)
     with console.capture() as captured:
-        console.print(tables.beam(RECORD))
+        console.print(tables.beam_table(RECORD))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= columns
     for word in " ".join(["0.3679", "0.9048", "50.0", *RECORD["texts"]]).split():
@@ -222,7 +222,7 @@ def test_a_size_that_no_terminal_has_hides_nothing(
     assert screen.status == 0, screen.err
     shown = " ".join(screen.out.split())
     assert "the dog" in shown
-    assert "…" not in shown.replace("… (not ended)", "")
+    assert "…" not in shown.replace("… (unfinished)", "")
     assert len(re.findall(r"\d\.\d{4}|\de-\d\d", shown)) == 4
 
 
@@ -294,7 +294,9 @@ def test_a_number_that_is_not_finite_is_refused_by_name_before_a_model_is_loaded
 @pytest.mark.parametrize("value", ["nan", "inf"])
 def test_annealing_is_finite(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draws, "load", loads_nothing)
-    assert f"anneal is {value}" in one_line(run("sample", "Yes.", "--anneal", value))
+    assert f"anneal is {value}" in one_line(
+        run("sample", "Yes.", "--design", "conditional-poisson", "--anneal", value)
+    )
 
 
 # Bytes that are no text
@@ -358,7 +360,7 @@ def test_a_file_that_may_not_be_read_is_told(tmp_path: Path) -> None:
 
 def test_an_empty_file_has_no_texts(tmp_path: Path) -> None:
     (tmp_path / "empty").touch()
-    assert "there are no texts" in one_line(run("sample", "--file", tmp_path / "empty"))
+    assert "is empty" in one_line(run("sample", "--file", tmp_path / "empty"))
 
 
 def test_lines_are_read_up_to_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -449,5 +451,5 @@ def test_a_line_of_json_keeps_its_value() -> None:
     record = {"text": HOSTILE + "é\u2028\ud800"}
     line = json.dumps(record, ensure_ascii=False) + "\n"
     assert json.loads(terminal.visible_json(line)) == record
-    assert not ACTING.search(terminal.visible_json(line))
+    assert not CONTROLS.search(terminal.visible_json(line))
     assert "é" in terminal.visible_json(line)

@@ -1,4 +1,4 @@
-"""Long input: batches of texts of like length, with progress on the terminal."""
+"""Groups many texts into batches of similar length, with a progress bar on the terminal."""
 
 from __future__ import annotations
 
@@ -21,26 +21,34 @@ from rich.text import Text
 from cpsbs.cli.outputs import Record, Sink
 
 WINDOW = 64
-"""Batches whose texts are sorted by length together. Results of a window come in any order."""
+"""The number of batches whose texts are sorted by length together.
 
+The results of one window come in any order, so that a small window gives results early.
+"""
 
 REFILL = 128
-"""Texts that are worth a beginning of their own, which takes as long as some fifty steps on a
-GPU."""
+"""The fewest texts that join a running search at once on a GPU.
+
+Prefill for a group of new texts takes as long as some fifty steps of the search.
+"""
 
 ROWS = {"cpu": 640, "cuda": 1280}
-"""Hypotheses at once: fewer do not keep a GPU busy; with more, a CPU spends its time on memory."""
+"""The number of hypotheses to decode at once, by type of device.
 
-Work = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
-"""From batches of numbers of texts to the records of each batch, in their order."""
+Fewer do not keep a GPU busy; with more, a CPU spends its time on memory transfers.
+"""
+
+ComputeBatches = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
+"""Takes batches of numbers of texts, and yields the records of each batch in their order."""
 
 
 def batches(
     lengths: Sequence[int], numbers: Sequence[int], size: int, refill: int
 ) -> Iterator[list[int]]:
-    """Numbers of texts, the longest first, so that a batch's are alike in length.
+    """Yield batches of numbers of texts, the longest first, so that lengths in a batch are alike.
 
-    First ``size`` of them, then ``refill`` at a time, to take the places of those that are through.
+    The first batch of a window has ``size`` texts, all others ``refill``: with continuous batching
+    these take the places of texts that have finished.
     """
     for begin in range(0, len(numbers), WINDOW * size):
         window = sorted(numbers[begin : begin + WINDOW * size], key=lambda i: -lengths[i])
@@ -49,18 +57,18 @@ def batches(
             yield window[first : first + refill]
 
 
-def usual_size(device: torch.device, k: int) -> int:
-    """How many texts are decoded at once where nothing is said."""
+def default_batch_size(device: torch.device, k: int) -> int:
+    """Return how many texts are decoded at once unless the user says otherwise."""
     return max(1, ROWS.get(device.type, ROWS["cpu"]) // k)
 
 
 def refill_size(size: int) -> int:
-    """How many texts take the places of others at a time, on a GPU; all of them, if that is few."""
+    """Return how many texts join a running search on a GPU at a time; all, if they are few."""
     return size // 2 if size // 2 >= REFILL else size
 
 
-def go_through(
-    work: Work,
+def process_batches(
+    compute: ComputeBatches,
     lengths: Sequence[int],
     numbers: Sequence[int],
     size: int,
@@ -68,10 +76,11 @@ def go_through(
     sink: Sink,
     progress: bool,
 ) -> None:
-    """Do the work for every batch that is not done yet.
+    """Compute every batch that is not complete in the sink yet, and write its records there.
 
-    A batch of which a part is done is computed again as a whole, so that a resumed run computes
-    what an uninterrupted one does; but where texts are refilled the batches are made anew.
+    A batch that is complete in part is computed again as a whole, so that a resumed run computes
+    the same as an uninterrupted one. With continuous batching (``refill < size``) that is not
+    possible, and only the texts that are left are put into batches.
     """
     with progress_bar(progress and len(numbers) > size) as bar:
         task = bar.add_task("", total=len(numbers), completed=len(sink.done))
@@ -80,19 +89,19 @@ def go_through(
             numbers = [i for i in numbers if i not in done]
         every = batches(lengths, numbers, size, refill)
         try:
-            for records in work(batch for batch in every if not done.issuperset(batch)):
+            for records in compute(batch for batch in every if not done.issuperset(batch)):
                 new = [r for r in records if r["number"] not in done]
                 sink.write(new)
                 bar.advance(task, len(new))
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"the GPU's memory is too small for --batch-size {size}; "
-                f"try --batch-size {max(1, size // 4)}"
+                f"--batch-size is {size}, for which the GPU has too little memory; try "
+                f"--batch-size {max(1, size // 4)}"
             ) from error
 
 
 class _Rate(ProgressColumn):
-    """How many a second."""
+    """A column with the number of texts per second."""
 
     def render(self, task: Task) -> Text:
         speed = task.speed
@@ -100,7 +109,7 @@ class _Rate(ProgressColumn):
 
 
 def progress_bar(wanted: bool) -> Progress:
-    """On standard error, if somebody looks at it."""
+    """Return a progress bar that is shown only if standard error is a terminal."""
     return Progress(
         TextColumn("{task.percentage:>3.0f} %"),
         BarColumn(),
@@ -110,6 +119,6 @@ def progress_bar(wanted: bool) -> Progress:
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,
-        redirect_stdout=False,  # what goes into a pipe must stay there
+        redirect_stdout=False,  # results must reach the pipe or file that they are meant for
         disable=not (wanted and sys.stderr.isatty()),
     )

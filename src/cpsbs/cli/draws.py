@@ -1,77 +1,81 @@
-"""From options to beams, and from beams to records: what is told of a text's sequences."""
+"""Turns options into beams, and beams into the records that commands print or store."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
-from typing import Any
+from typing import Unpack
 
 from cpsbs.cli.inputs import check_utf8
 from cpsbs.cli.outputs import Record
-from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
+from cpsbs.designs import DEFAULT_DESIGN, ConditionalPoissonDesign, Design, design_named
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.functions import Entropy
 from cpsbs.estimation.metrics import diversity, sentence_bleu
 from cpsbs.extras import silence_transformers
 from cpsbs.search.beams import Beams
-from cpsbs.search.recursion import check_settings
-from cpsbs.text import TextModel, load
+from cpsbs.search.settings import SearchOptions, SearchSettings
+from cpsbs.text import Prompt, TextModel, load
 
 
 @dataclass(frozen=True)
 class Draw:
-    """How sequences are drawn."""
+    """The settings and the seed with which a command draws."""
 
-    k: int
-    design: Design
-    temperature: float
-    nucleus: float | None
-    max_length: int
+    settings: SearchSettings
     seed: int
 
-    def beams(self, model: TextModel, texts: list[str], numbers: list[int], **keep: Any) -> Beams:
-        """Of some of the texts; each has its own stream of random numbers, by its number."""
+    def beams(
+        self,
+        model: TextModel,
+        texts: Sequence[Prompt],
+        numbers: list[int],
+        **keep: Unpack[SearchOptions],
+    ) -> Beams:
+        """Draw a beam for each text with one of these numbers.
+
+        Every text has a random stream of its own, which its number selects.
+        """
         return next(self.beams_each(model, texts, [numbers], **keep))
 
     def beams_each(
-        self, model: TextModel, texts: list[str], batches: Iterable[list[int]], **keep: Any
+        self,
+        model: TextModel,
+        texts: Sequence[Prompt],
+        batches: Iterable[list[int]],
+        **keep: Unpack[SearchOptions],
     ) -> Iterator[Beams]:
-        """The same for some of the texts after the other."""
+        """Draw the beams of one batch of numbers after another, as ``beams`` does for one."""
         numbers, again = tee(batches)
-        return model.beams_each(
-            ([texts[i] for i in batch] for batch in numbers),
-            self.k,
-            self.design,
-            max_length=self.max_length,
-            temperature=self.temperature,
-            nucleus=self.nucleus,
-            seed=self.seed,
-            streams=again,
-            **keep,
-        )
+        prompts = ([texts[i] for i in batch] for batch in numbers)
+        return model.draw(prompts, replace(self.settings, **keep), seed=self.seed, streams=again)
 
     @property
-    def tells_by_joint(self) -> bool:
-        """Whether one beam tells its error only by joint inclusion probabilities."""
-        return self.design.needs_joint and self.k > 1
+    def needs_joint(self) -> bool:
+        """Whether the error of one beam's estimate needs joint inclusion probabilities."""
+        return self.settings.design.needs_joint and self.settings.k > 1
 
-    def again(self, repeat: int) -> Draw:
-        """The same with other random numbers, of seeds that nobody types."""
+    def repeated(self, repeat: int) -> Draw:
+        """Return the same settings with another seed, far from those that people type."""
         return replace(self, seed=self.seed + repeat * 2**32)
+
+    def with_design(self, design: Design) -> Draw:
+        """Return the same settings with another design."""
+        return replace(self, settings=replace(self.settings, design=design))
 
 
 def check_draw(
     k: int, temperature: float, nucleus: float | None, max_length: int | None, seed: int
 ) -> None:
-    """Refuse options that no search can have, before a model is loaded for it."""
-    check_settings(k, max_length or 1, temperature, nucleus)
+    """Raise a ``ValueError`` for invalid search options, before a model is loaded."""
+    SearchSettings(k, design_named(DEFAULT_DESIGN), max_length or 1, temperature, nucleus)
     if not -(2**63) <= seed < 2**63:
-        raise ValueError(f"seed is {seed}; allowed are integers of 64 bits, -2^63 to 2^63 - 1")
+        raise ValueError(f"seed is {seed}; it must be a 64-bit integer, from -2^63 to 2^63 - 1")
 
 
-def drawing(
+def draw_with(
     model: TextModel,
     k: int,
     design: Design,
@@ -80,36 +84,47 @@ def drawing(
     max_length: int | None,
     seed: int,
 ) -> Draw:
-    """Return how to draw as the options say, with the model's usual length if they do not."""
-    return Draw(k, design, temperature, nucleus, max_length or model.usual_length, seed)
+    """Return the settings that the options give, with the model's usual length by default."""
+    length = max_length or model.usual_length
+    return Draw(SearchSettings(k, design, length, temperature, nucleus), seed)
 
 
 def chosen_design(name: str, anneal: float | None) -> Design:
-    """By its name, annealed if that is asked for."""
+    """Return the design of that name, annealed if that is asked for."""
     if anneal is None:
         return design_named(name)
     if name != ConditionalPoissonDesign.name:
-        raise ValueError(f"--anneal is of conditional-poisson; --design is {name}")
+        raise ValueError(f"--anneal needs --design conditional-poisson; --design is {name}")
     return ConditionalPoissonDesign(anneal=anneal)
 
 
-def quiet_load(
-    name: str, device: str | None, dtype: str | None, trust_remote_code: bool
+def load_quietly(
+    name: str,
+    device: str | None,
+    dtype: str | None,
+    trust_remote_code: bool,
+    gguf_file: str | None = None,
 ) -> TextModel:
-    """Return a model, without the noise that loading one makes."""
+    """Load a model without the progress bars and warnings of transformers."""
     check_utf8(name, "--model")
     silence_transformers()
-    return load(name, device=device, dtype=dtype, trust_remote_code=trust_remote_code)
+    return load(
+        name,
+        device=device,
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        gguf_file=gguf_file,
+    )
 
 
-def sampled(
+def sample_records(
     beams: Beams,
     model: TextModel,
     texts: list[str],
     numbers: list[int],
     references: list[str] | None,
 ) -> list[Record]:
-    """What is told of the sequences drawn for the texts with these numbers."""
+    """Return a record for each of the texts with these numbers: the sequences drawn for it."""
     records = []
     entries = zip(numbers, model.texts(beams), beams.to_dict()["sources"], strict=True)
     for i, drawn, entry in entries:
@@ -120,11 +135,19 @@ def sampled(
     return records
 
 
-def compared(
+def comparison_record(
     draw: Draw, model: TextModel, text: str, reference: str | None, likely: set[tuple[int, ...]]
 ) -> Record:
-    """What one design does with a text; ``likely`` is what beam search finds."""
-    beams = draw.beams(model, [text], [0], joint=draw.tells_by_joint, entropy=True)
+    """Return what one design draws for a text, to be compared with other designs.
+
+    Args:
+        draw: the settings, of which the design is compared.
+        model: the model to draw from.
+        text: the source text.
+        reference: a reference translation to compute BLEU with, if there is one.
+        likely: the sequences that beam search finds.
+    """
+    beams = draw.beams(model, [text], [0], joint=draw.needs_joint, entropy=True)
     texts = model.texts(beams)[0]
     entry = beams.to_dict()["sources"][0]
     record: Record = {"design": beams.design, "text": text, "texts": texts, **entry}
@@ -136,6 +159,6 @@ def compared(
     record["captured"] = math.fsum(math.exp(log_p) for log_p in different.values())
     record["diversity"] = diversity(beams.tokens(0))
     record["entropy"] = None
-    if draw.design.estimates:
+    if draw.settings.design.estimates:
         record["entropy"] = estimate(beams, Entropy(rao_blackwell=True)).to_dicts()[0]
     return record | {"settings": dict(beams.settings)}

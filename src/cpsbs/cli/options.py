@@ -1,4 +1,4 @@
-"""Options that several commands have, and what they say: typer reads these types."""
+"""Options that several commands share, with their help texts; typer reads these types."""
 
 from __future__ import annotations
 
@@ -9,93 +9,139 @@ from typing import Annotated
 import typer
 
 MOST = 1_000_000
-"""The largest K, length or other count that an option takes: more than any machine has room for,
-and few enough that products of them fit into 64 bits."""
+"""The largest K, length or other count that an option accepts: more than any machine has memory
+for, and few enough that products of them fit into 64 bits."""
 
 INPUT, MODEL, DRAW, RESULT = "Input", "Model", "Draw", "Result"
 
 Texts = Annotated[
-    list[str] | None, typer.Argument(help="Texts; none: lines of --file or standard input.")
+    list[str] | None,
+    typer.Argument(help="Input texts. Default: read --file or standard input, one text per line."),
 ]
 File = Annotated[
-    Path | None, typer.Option("--file", "-f", help="Read lines from here.", rich_help_panel=INPUT)
+    Path | None,
+    typer.Option("--file", "-f", help="File with one input text per line.", rich_help_panel=INPUT),
 ]
 Skip = Annotated[
     bool,
     typer.Option(
         "--skip",
-        help="Leave out lines that are empty or too long, instead of stopping before any work.",
+        help="Skip lines that are empty or too long. Default: stop before any work is done.",
         rich_help_panel=INPUT,
     ),
 ]
 References = Annotated[
     list[str] | None,
-    typer.Option("--reference", "-r", help="For each text, to score with.", rich_help_panel=INPUT),
+    typer.Option(
+        "--reference",
+        "-r",
+        help="Reference to compute BLEU against. Repeat it, once per text.",
+        rich_help_panel=INPUT,
+    ),
 ]
 ReferenceFile = Annotated[
-    Path | None, typer.Option(help="Read references, a line each.", rich_help_panel=INPUT)
+    Path | None,
+    typer.Option(help="File with one reference per line.", rich_help_panel=INPUT),
 ]
 K = Annotated[
-    int, typer.Option("-k", min=1, max=MOST, help="Sequences for each text.", rich_help_panel=DRAW)
+    int,
+    typer.Option(
+        "-k", min=1, max=MOST, help="Number of sequences to draw per text.", rich_help_panel=DRAW
+    ),
 ]
 DesignName = Annotated[
-    str, typer.Option("--design", help="See [bold]cpsbs designs[/].", rich_help_panel=DRAW)
+    str,
+    typer.Option(
+        "--design",
+        help="Sampling design; [bold]cpsbs designs[/] lists them.",
+        rich_help_panel=DRAW,
+    ),
 ]
 Temperature = Annotated[
     float,
-    typer.Option(help="Of the model: below 1 it samples likelier sequences.", rich_help_panel=DRAW),
+    typer.Option(
+        help="Temperature of the model; below 1, likely sequences become likelier.",
+        rich_help_panel=DRAW,
+    ),
 ]
 Anneal = Annotated[
     float | None,
     typer.Option(
-        help="Of conditional-poisson: its weights to the power 1/anneal; towards 0 beam search.",
+        help="For conditional-poisson: raise its weights to the power 1/ANNEAL; 0 is beam search.",
         rich_help_panel=DRAW,
     ),
 ]
 Nucleus = Annotated[
     float | None,
-    typer.Option(help="Keep tokens that make up this mass (0.99).", rich_help_panel=DRAW),
+    typer.Option(
+        help="Keep only the likeliest tokens that make up this probability mass, such as 0.99.",
+        rich_help_panel=DRAW,
+    ),
 ]
 MaxLength = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=MOST,
-        help="The most new tokens; 128, or what there is room for.",
+        help="Maximal number of new tokens. Default: 128, or what the model has room for.",
         rich_help_panel=DRAW,
     ),
 ]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same draw.", rich_help_panel=DRAW)]
+Seed = Annotated[
+    int,
+    typer.Option(
+        help="Seed of the random numbers; the same seed gives the same sequences.",
+        rich_help_panel=DRAW,
+    ),
+]
 ModelName = Annotated[
     str,
     typer.Option(
         "--model",
         "-m",
-        help="An embedded model (cpsbs models), a folder, or an id on the Hugging Face hub; "
-        "encoder–decoder, or causal, where a text is the prompt.",
+        help="Embedded model ([bold]cpsbs models[/] lists them), folder, or id on the Hugging Face "
+        "hub. Encoder–decoder, or causal with the text as its prompt.",
+        rich_help_panel=MODEL,
+    ),
+]
+Gguf = Annotated[
+    str | None,
+    typer.Option(
+        "--gguf",
+        metavar="FILE",
+        help="GGUF file in the model's folder or repository to load instead of safetensors.",
         rich_help_panel=MODEL,
     ),
 ]
 Device = Annotated[
-    str | None, typer.Option(help="cpu, cuda, …; a GPU if there is one.", rich_help_panel=MODEL)
+    str | None,
+    typer.Option(
+        help="Device to compute on: cpu, cuda, … Default: a GPU if there is one.",
+        rich_help_panel=MODEL,
+    ),
 ]
 Dtype = Annotated[
     str | None,
     typer.Option(
-        help="float32, float16, bfloat16; as stored, and float32 on a CPU, if not said.",
+        help="float32, float16, bfloat16, float64 or auto (as stored). Default: float32 on a CPU, "
+        "auto on a GPU.",
         rich_help_panel=MODEL,
     ),
 ]
 RemoteCode = Annotated[
     bool,
-    typer.Option("--trust-remote-code", help="Run code of the model.", rich_help_panel=MODEL),
+    typer.Option(
+        "--trust-remote-code",
+        help="Run code that the model brings. Only for models that you trust.",
+        rich_help_panel=MODEL,
+    ),
 ]
 BatchSize = Annotated[
     int | None,
     typer.Option(
         min=1,
         max=MOST,
-        help="Texts decoded at once; if not said, 640 / K, on a GPU 1280 / K.",
+        help="Number of texts to decode at once. Default: 640 / K, on a GPU 1280 / K.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -104,20 +150,58 @@ Output = Annotated[
     typer.Option(
         "--output",
         "-o",
-        help="JSON lines, or Parquet (.parquet). After a stop, the same command goes on.",
+        help="Write results to this file: JSON lines, or Parquet if it ends in .parquet (with "
+        "--format long also .csv). If the command is interrupted, run it again to resume.",
         rich_help_panel=RESULT,
     ),
 ]
 Json = Annotated[
     bool,
     typer.Option(
-        "--json", help="JSON lines; so it is if no terminal looks.", rich_help_panel=RESULT
+        "--json",
+        help="Print JSON lines. This is the default when standard output is not a terminal.",
+        rich_help_panel=RESULT,
+    ),
+]
+
+
+class Layout(StrEnum):
+    """What a row of the results is."""
+
+    wide = "wide"
+    long = "long"
+
+
+Format = Annotated[
+    Layout,
+    typer.Option(
+        "--format",
+        help="wide: one JSON object for each text. long: one row for each sequence, with source, "
+        "rank, text, tokens, p, pi, weight, length and finished.",
+        rich_help_panel=RESULT,
+    ),
+]
+Chat = Annotated[
+    bool,
+    typer.Option(
+        "--chat",
+        help="Send each text as a user message through the model's chat template. A text that is a "
+        'JSON list of messages, [{"role": "user", "content": "…"}], is a whole conversation.',
+        rich_help_panel=INPUT,
+    ),
+]
+Mean = Annotated[
+    bool,
+    typer.Option(
+        "--mean",
+        help="Print the mean over all texts, with its error, instead of a line for each text.",
+        rich_help_panel=RESULT,
     ),
 ]
 
 
 class Function(StrEnum):
-    """What can be estimated."""
+    """The functions whose expectation ``cpsbs estimate`` estimates."""
 
     bleu = "bleu"
     entropy = "entropy"
@@ -125,7 +209,7 @@ class Function(StrEnum):
 
 
 class Estimator(StrEnum):
-    """How to weight the sequences."""
+    """The ways to weight the sequences of an estimate."""
 
     unbiased = "unbiased"
     normalized = "normalized"

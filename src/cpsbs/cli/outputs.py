@@ -1,11 +1,11 @@
-"""Where results go: the terminal or a pipe, in the order of the input; or a file.
+"""Writes results to the terminal or a pipe, in the order of the input, or to a file.
 
-A file is written in two steps. While the work goes on, finished results are appended to
-``FILE.partial``, a line each, after a first line that says what job it is. When all are there they
-are written in the order of the input to a temporary file of a random name in the same folder, which
-is then renamed, so that FILE is complete whenever it exists. The name stands in the first line of
-the partial file, so that the next run can remove a temporary file that a crash left behind. The
-same command run again goes on with the partial file; a last line that a crash cut short is dropped.
+A file is written in two steps. During the run, results are appended to ``FILE.partial``, one per
+line, after a first line that describes the job. When all are there, they are written in the order
+of the input to a temporary file with a random name in the same folder, which is then renamed, so
+that FILE is complete whenever it exists. The first line of the partial file contains the random
+name, so that the next run can remove a temporary file that a crash left behind. The same command
+run again resumes from the partial file; a last line that a crash cut short is dropped.
 """
 
 from __future__ import annotations
@@ -20,11 +20,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from cpsbs.cli.formats import file_format
 from cpsbs.cli.stored import (
     LONGEST,
     bounded_lines,
-    check_lines,
-    check_parquet,
     header_in,
     header_line,
     is_regular,
@@ -36,35 +35,33 @@ from cpsbs.cli.stored import (
     refuse_irregular,
     sync_folder,
     to_line,
-    write_parquet,
 )
-from cpsbs.extras import required
 
 Record = dict[str, Any]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""The disk is full, a quota is used up, or a file is as large as it may be."""
+"""The error codes for a full disk, a used up quota, and a file of maximal size."""
 
 
 class Sink(Protocol):
-    """Takes records, each with a ``number``, in any order."""
+    """Receives records, each with a ``number``, in any order."""
 
     @property
     def done(self) -> Set[int]:
-        """The numbers of the records that it has."""
+        """The numbers of the records received so far."""
 
     def write(self, records: list[Record]) -> None:
-        """Take the results of a batch."""
+        """Receive the records of a batch."""
 
     def finish(self) -> None:
-        """Complete the output, now that all results are there."""
+        """Complete the output, after all records were received."""
 
     def close(self) -> None:
-        """Let go of the output, whether it is finished or not."""
+        """Release the output, whether it is complete or not."""
 
 
-class InOrder:
-    """Shows each record as soon as all before it are shown."""
+class OrderedOutput:
+    """Shows each record as soon as all records before it are shown."""
 
     def __init__(self, show: Callable[[Record], None], numbers: Sequence[int]) -> None:
         self.done: set[int] = set()
@@ -73,38 +70,40 @@ class InOrder:
         self._order = sorted(numbers, reverse=True)
 
     def write(self, records: list[Record]) -> None:
-        """Take the results of a batch."""
+        """Receive the records of a batch, and show those whose turn it is."""
         self._waiting |= {record["number"]: record for record in records}
         self.done |= {record["number"] for record in records}
         while self._order and self._order[-1] in self._waiting:
-            # Shown before it is dropped, so that Ctrl-C in between does not lose it.
+            # It is shown before it is dropped, so that Ctrl-C in between does not lose it.
             self._show(self._waiting[self._order[-1]])
             del self._waiting[self._order.pop()]
 
     def finish(self) -> None:
-        """Do nothing: the last record was shown when it came."""
+        """Do nothing, since the last record was shown when it came."""
 
     def close(self) -> None:
-        """Show the records that still wait for earlier ones, which will not come any more."""
+        """Show the records that still wait for earlier ones, which will never come."""
         for number in sorted(self._waiting):
             self._show(self._waiting[number])
             del self._waiting[number]
 
 
 class ResumableFile:
-    """A file of JSON lines, or a Parquet file, that is complete or not there.
+    """A file of results that is either complete or absent.
 
     Args:
-        file: if its name ends in ``.parquet`` it is a Parquet file, else it has JSON lines.
-        job: what the results depend on. A file of another job is not touched.
-        numbers: the numbers of the records that there will be.
+        file: its path; see ``formats`` for what its ending means.
+        job: everything that the results depend on. A file of another job is left alone.
+        numbers: the numbers of all records that the file will have.
+        long: whether the file has a row for each sequence, instead of one for each text.
 
     Attributes:
-        complete: whether the file is there already, with all results of this job.
+        complete: whether the file already exists with all results of this job.
     """
 
-    def __init__(self, file: Path, job: Record, numbers: Sequence[int]) -> None:
+    def __init__(self, file: Path, job: Record, numbers: Sequence[int], long: bool = False) -> None:
         _check_name(file)
+        self._format = file_format(file, long)
         self.file, self.partial = file, file.with_name(file.name + ".partial")
         self.complete = False
         self._job: Record = json.loads(json.dumps(job))
@@ -116,7 +115,7 @@ class ResumableFile:
         self._ready = False
         self._out: IO[bytes] | None = None
         try:
-            with self._errors_told():
+            with self._explaining_errors():
                 self._open()
         except BaseException:
             self.close()
@@ -124,19 +123,19 @@ class ResumableFile:
 
     @property
     def done(self) -> Set[int]:
-        """The numbers of the records that are written."""
+        """The numbers of the records that are on the disk."""
         return self._offsets.keys()
 
     def write(self, records: list[Record]) -> None:
-        """Append records, which count as done when they are on the disk."""
+        """Append records; they count as done once they are on the disk."""
         lines = {r["number"]: to_line({**r, "job": self._mark}) for r in records}
         for number, line in lines.items():
             if len(line) > LONGEST:
                 raise ValueError(
-                    f"the result of text {number + 1} takes {len(line):,} bytes; --output has room "
-                    f"for {LONGEST:,}. Choose a smaller -k or --max-length"
+                    f"the result of text {number + 1} takes {len(line):,} bytes; a line of "
+                    f"--output may have {LONGEST:,}. Choose a smaller -k or --max-length"
                 )
-        with self._errors_told():
+        with self._explaining_errors():
             offset = self._append(b"".join(lines.values()))
         for number, line in lines.items():
             self._offsets[number] = offset
@@ -145,15 +144,17 @@ class ResumableFile:
     def finish(self) -> None:
         """Put the complete file in its place."""
         if len(self._offsets) != len(self._numbers):
-            raise RuntimeError(f"{len(self._offsets)} of {len(self._numbers)} results are there")
-        with self._errors_told():
+            raise RuntimeError(
+                f"only {len(self._offsets)} of {len(self._numbers)} results are there"
+            )
+        with self._explaining_errors():
             try:
                 self._write_temporary()
-                # Renaming would replace it; there is no portable way to rename only to a free name.
+                # Renaming would replace it: no portable call renames only to an unused name.
                 if is_there(self.file):
                     raise ValueError(
-                        f"{self.file} was made by somebody else in the meantime. Move it away, and "
-                        "give the same command again"
+                        f"{self.file} was created by another program in the meantime. Move it "
+                        "away, and run the same command again"
                     )
                 os.replace(self._temporary, self.file)
             except BaseException:
@@ -163,7 +164,7 @@ class ResumableFile:
             self._remove_partial()
 
     def close(self) -> None:
-        """Let go of the partial file, as the end of the process does."""
+        """Close the partial file, as the end of the process does."""
         if self._out is not None:
             self._out.close()
 
@@ -174,7 +175,7 @@ class ResumableFile:
 
     @property
     def _temporary(self) -> Path:
-        """Where the complete file is written before it gets its name."""
+        """The path under which the complete file is written before it is renamed."""
         return self.file.with_name(f".cpsbs-{self._token}")
 
     def _open(self) -> None:
@@ -183,21 +184,20 @@ class ResumableFile:
             self._accept()
             return
         self._out = open_locked(self.partial, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        if is_regular(self.file):  # another process has just finished it
+        if is_regular(self.file):  # another process has just completed it
             self._accept()
         else:
             self._resume()
             self._ready = True
 
     def _accept(self) -> None:
-        """Take the file that is there as complete, if it is."""
-        check = check_parquet if _is_parquet(self.file) else check_lines
+        """Check that the file that is there is complete, and clean up after it."""
         with os.fdopen(open_regular(self.file, os.O_RDONLY), "rb") as stored:
             try:
-                check(stored, self._mark, self._numbers)
+                self._format.check(stored, self._mark, self._numbers)
             except ValueError as error:
                 raise ValueError(
-                    f"--output is {self.file}, which is there already and is not what this command "
+                    f"--output is {self.file}, which exists already and is not what this command "
                     f"writes: {error}. Delete it, or choose another name"
                 ) from error
         self.complete = True
@@ -209,16 +209,16 @@ class ResumableFile:
             self.close()
 
     def _remove_leftovers(self) -> None:
-        """Remove what a crash left after the file was complete, if it is of this job."""
+        """Remove the partial file that a crash left after completion, if it is of this job."""
         with self._reader() as stored:
             first = stored.readline(LONGEST + 1)
-        with suppress(ValueError):  # it only happens to have this name
+        with suppress(ValueError):  # the file only happens to have this name
             header = header_in(first)
             if not first or (header and header["job"] == self._job):
                 self._remove_partial()
 
     def _remove_partial(self) -> None:
-        # First of all, the complete file's name must be on the disk.
+        # The name of the complete file must be on the disk before the partial file goes.
         sync_folder(self.file.parent)
         ours = is_same(self._stored, self.partial)
         self.close()
@@ -228,15 +228,12 @@ class ResumableFile:
     def _write_temporary(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
         with os.fdopen(open_regular(self._temporary, flags), "wb") as out:
-            if _is_parquet(self.file):
-                write_parquet(out, self._lines)
-            else:
-                out.writelines(self._lines())
+            self._format.write(out, self._lines)
             out.flush()
             os.fsync(out.fileno())
 
     def _reader(self) -> IO[bytes]:
-        """Read the partial file from its beginning; appending goes on at its end."""
+        """Open the partial file for reading from its beginning; appending still goes to its end."""
         stored = os.fdopen(os.dup(self._stored.fileno()), "rb")
         stored.seek(0)
         return stored
@@ -253,13 +250,13 @@ class ResumableFile:
                     same = False
                 if not same:
                     raise ValueError(
-                        f"{self.partial} was changed by somebody else in the meantime; give the "
+                        f"{self.partial} was changed by another program in the meantime; run the "
                         "same command again to see which line it is"
                     )
                 yield line
 
     def _append(self, data: bytes) -> int:
-        """Write at the end of the partial file, and return where that was."""
+        """Write at the end of the partial file, and return the offset at which the data begins."""
         begin = os.fstat(self._stored.fileno()).st_size
         while data:
             data = data[self._stored.write(data) :]
@@ -267,30 +264,30 @@ class ResumableFile:
         return begin
 
     @contextmanager
-    def _errors_told(self) -> Iterator[None]:
-        """Tell an error of the system in a sentence, with what is safe and what to do."""
+    def _explaining_errors(self) -> Iterator[None]:
+        """Turn an error of the system into a sentence that says what is safe and what to do."""
         try:
             yield
         except OSError as error:
             if error.errno is None:
                 raise
             count = f"{len(self._offsets)} of {len(self._numbers)} results are safe"
-            safe = count if self._ready else "no result that was there is lost"
-            way_out = "Make room" if error.errno in NO_ROOM else "See what is wrong there"
+            safe = count if self._ready else "no earlier result is lost"
+            advice = "Free some space" if error.errno in NO_ROOM else "Fix this"
             raise OSError(
                 f"--output is {self.file}, which could not be read or written: "
-                f"{os.strerror(error.errno)}; {safe}. {way_out}, and give the same command again"
+                f"{os.strerror(error.errno)}; {safe}. {advice}, and run the same command again"
             ) from error
 
     def _resume(self) -> None:
-        """See which records are there, and cut off what a crash left of a line."""
+        """Find the records that are there, and cut off a line that a crash left incomplete."""
         with self._reader() as stored:
             first = stored.readline(LONGEST + 1)
             try:
                 header = header_in(first)
             except ValueError as error:
                 raise ValueError(
-                    f"{self.partial}, where results would be kept, {error}. Move it away, or "
+                    f"{self.partial}, to which results would be written, {error}. Move it away, or "
                     "choose another --output"
                 ) from error
             self._token = header["token"] if header else ""
@@ -305,10 +302,10 @@ class ResumableFile:
             sync_folder(self.file.parent)
 
     def _scan(self, stored: IO[bytes], job: Record, end: int) -> int:
-        """Note the records behind the first line, and return where the last whole one ends.
+        """Record the offsets of all complete lines, and return where the last one ends.
 
-        Zero is returned where there is none: a command that never got anywhere does not stand in
-        the way of another one.
+        Return zero if there is none, so that a command that never wrote a result does not block
+        another one.
         """
         for count, line in enumerate(bounded_lines(stored), 2):
             if not line.endswith(b"\n") and len(line) <= LONGEST:
@@ -318,8 +315,8 @@ class ResumableFile:
                 self._note(line, end)
             except ValueError as error:
                 raise ValueError(
-                    f"{self.partial}: line {count} {error}. Remove this line to have its text "
-                    "computed again, or delete the file to begin anew"
+                    f"{self.partial}: line {count} {error}. Remove this line to compute its "
+                    "text again, or delete the file to start over"
                 ) from error
             end += len(line)
         return end if self._offsets else 0
@@ -327,12 +324,13 @@ class ResumableFile:
     def _note(self, line: bytes, offset: int) -> None:
         number = number_in(line, self._mark)
         if number not in self._expected:
-            raise ValueError("has a number that no text has")
+            raise ValueError("has the number of no text")
         if number in self._offsets:
-            raise ValueError(f"is a second result of text {number + 1}")
+            raise ValueError(f"is another result of text {number + 1}")
         self._offsets[number] = offset
 
     def _check_same(self, before: Record) -> None:
+        """Refuse a partial file that another job has written."""
         names = sorted(self._job.keys() | before.keys())
         unlike = [
             f"{name} ({_brief(before.get(name))} there, {_brief(self._job.get(name))} here)"
@@ -341,8 +339,8 @@ class ResumableFile:
         ]
         if unlike:
             raise ValueError(
-                f"{self.partial} was begun by another command; it differs in {', '.join(unlike)}. "
-                "Give the same options to go on with it, or delete it"
+                f"{self.partial} was written by another command, which differs in "
+                f"{', '.join(unlike)}. Give the same options to resume it, or delete it"
             )
 
 
@@ -352,16 +350,10 @@ def _brief(value: Any) -> str:
 
 
 def _check_name(file: Path) -> None:
-    """Refuse what cannot be the name of a result file."""
+    """Refuse a path that cannot be that of a result file."""
     if str(file) == "-":
-        raise ValueError("--output is -; without --output, results go to standard output")
-    if _is_parquet(file):
-        required("pyarrow", "parquet")
+        raise ValueError("--output is -; leave it out to write results to standard output")
     if not file.parent.is_dir():
-        raise ValueError(f"--output is {file}, but there is no folder {file.parent}")
+        raise ValueError(f"--output is {file}, but there is no folder {file.parent}; create it")
     if not file.name:
         raise ValueError(f"--output is {file}, which is a folder; give the name of a file")
-
-
-def _is_parquet(file: Path) -> bool:
-    return file.suffix.lower() == ".parquet"

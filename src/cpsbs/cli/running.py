@@ -1,4 +1,4 @@
-"""Running a command: errors in a line, results where they belong, long work resumed."""
+"""Runs a command over many texts, and turns errors into one line and an exit status."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,36 +17,39 @@ import typer
 from rich.console import Console
 
 from cpsbs import __version__
-from cpsbs.cli.batches import Work, go_through, refill_size
+from cpsbs.cli.batches import ComputeBatches, process_batches, refill_size
 from cpsbs.cli.draws import Draw
-from cpsbs.cli.inputs import refuse
-from cpsbs.cli.outputs import InOrder, Record, ResumableFile, Sink
+from cpsbs.cli.formats import long_rows
+from cpsbs.cli.inputs import refuse_texts
+from cpsbs.cli.outputs import OrderedOutput, Record, ResumableFile, Sink
 from cpsbs.cli.stored import to_line
-from cpsbs.cli.terminal import tell, visible, visible_json
+from cpsbs.cli.terminal import print_message, visible, visible_json
+from cpsbs.estimation.weights import WeightWarning
 from cpsbs.fingerprint import model_fingerprint
-from cpsbs.text import TextModel
+from cpsbs.text import Prompt, TextModel
 
 EPILOG = (
-    "Exit status: 0 all is well; 1 something failed, and the message says what to do; 2 an "
-    "option is unknown or malformed; 3 lines were left out, with --skip; 130 stopped by Ctrl-C."
+    "Exit status: 0 success; 1 an error, whose message says what to do; 2 an unknown or malformed "
+    "option; 3 lines were skipped because of --skip; 130 interrupted by Ctrl-C."
 )
 
 
-class LinesLeftOutError(Exception):
-    """Some of the lines were skipped."""
+class LinesSkippedError(Exception):
+    """Raised at the end of a run that skipped some lines."""
 
 
 class ReaderGoneError(Exception):
-    """Whoever read standard output has closed it."""
+    """Raised when the process that reads standard output has closed it."""
 
 
 @contextmanager
-def errors_told() -> Iterator[None]:
-    """Tell an error in a line on standard error, and turn it into an exit status."""
+def reporting_errors() -> Iterator[None]:
+    """Report an error inside the block in one line on standard error, and exit with its status."""
     try:
-        yield
+        with _reporting_warnings():
+            yield
     except ReaderGoneError as gone:
-        # The reader has had enough; nothing more can be written, not even at the end.
+        # Nothing more can be written, not even when Python flushes the stream at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from gone
     except (
@@ -57,41 +61,67 @@ def errors_told() -> Iterator[None]:
         RuntimeError,
         ValueError,
     ) as error:
-        tell("error", str(error) or type(error).__name__)
+        print_message("error", str(error) or type(error).__name__)
         raise typer.Exit(1) from error
-    except LinesLeftOutError as left_out:
-        tell("note", str(left_out))
-        raise typer.Exit(3) from left_out
+    except LinesSkippedError as skipped:
+        print_message("note", str(skipped))
+        raise typer.Exit(3) from skipped
     except KeyboardInterrupt as stop:
-        tell("stopped", "the same command goes on from here, if it keeps results in a file")
+        print_message("stopped", "with --output, run the same command again to resume")
         raise typer.Exit(130) from stop
 
 
+@contextmanager
+def _reporting_warnings() -> Iterator[None]:
+    """Report the first warning about weights as a note, and ignore further ones."""
+    reported = False
+
+    def report(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+        nonlocal reported
+        if not issubclass(category, WeightWarning):
+            show(message, category, *rest)
+        elif not reported:
+            reported = True
+            print_message("note", str(message))
+
+    with warnings.catch_warnings():
+        show = warnings.showwarning
+        warnings.showwarning = report
+        warnings.simplefilter("always", WeightWarning)
+        yield
+
+
 @dataclass(frozen=True)
-class Task:
-    """What a command does with many texts, and where the results go."""
+class Job:
+    """The work of one command on many texts, and where its results go."""
 
     draw: Draw
     model: TextModel
     texts: list[str]
     references: list[str] | None
-    work: Work
-    """From batches of numbers of texts to their records."""
-    together: bool
-    """Whether it searches batches together."""
+    compute: ComputeBatches
+    """Computes the records of batches of texts."""
+    continuous_batching: bool
+    """Whether texts of later batches can join the search while earlier ones go on."""
     batch_size: int
     skip: bool
     output: Path | None
     show: Callable[[Record], None]
-    more: Record
-    """What else the results depend on."""
+    settings: Record
+    """The settings of the command that the results depend on, besides those of the draw."""
+    prompts: Sequence[Prompt] | None = None
+    """What the texts stand for, if it is not the texts themselves."""
+    long: bool = False
+    """Whether a file has a row for each sequence, instead of one for each text."""
+    then: Callable[[], None] | None = None
+    """Called when all results are there, before skipped lines are reported."""
 
-    def job(self) -> Record:
-        """Return all that the results depend on, to the last digit on the same machine."""
+    def identity(self) -> Record:
+        """Return everything that the results depend on, to the last digit on one machine."""
         content = json.dumps([self.texts, self.references])
         return {
-            **asdict(self.draw),
-            "design": repr(self.draw.design),
+            **self.draw.settings.as_record(),
+            "seed": self.draw.seed,
             "model": self.model.name,
             "model_content": model_fingerprint(self.model.name, self.model.model.config),
             "dtype": str(self.model.model.dtype),
@@ -99,64 +129,79 @@ class Task:
             "batch_size": self.batch_size,
             "input": hashlib.sha256(content.encode()).hexdigest()[:16],
             "version": __version__,
-            **self.more,
+            **self.settings,
         }
 
     def run(self) -> None:
-        """Do what is not done yet, for all texts that can be used."""
-        wrong = self.model.unusable(self.texts, self.draw.max_length)
-        numbers = [i for i in range(len(self.texts)) if i not in wrong]
+        """Compute the results that are not there yet, for all texts that can be used."""
+        prompts = self.texts if self.prompts is None else self.prompts
+        unusable = self.model.unusable(prompts, self.draw.settings.max_length)
+        numbers = [i for i in range(len(self.texts)) if i not in unusable]
         if not self.skip:
-            refuse(wrong)
+            refuse_texts(unusable)
         if not numbers:
-            refuse(wrong, ": no line is left")
-        say = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+            refuse_texts(unusable, "--skip leaves no line; fix one of them")
+        messages = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
         if self.output is None:
-            # Closing it shows what is done, also when the work is stopped.
-            with closing(InOrder(self.show, numbers)) as shown_in_order:
-                self._go(shown_in_order, numbers)
+            # Closing it shows the results so far, also when the run is interrupted.
+            with closing(OrderedOutput(self.show, numbers)) as ordered:
+                self._process(ordered, numbers)
         else:
-            with closing(ResumableFile(self.output, self.job(), numbers)) as sink:
+            with closing(ResumableFile(self.output, self.identity(), numbers, self.long)) as sink:
                 if sink.complete:
-                    say.print(visible(f"{self.output} is complete already."))
+                    messages.print(visible(f"{self.output} is already complete."))
                 else:
                     if sink.done:
-                        say.print(f"Going on: {len(sink.done):,} of {len(numbers):,} are there.")
-                    self._go(sink, numbers)
-                    say.print(visible(f"{len(numbers):,} texts are in {self.output}."))
-        if wrong:
-            number, reason = next(iter(wrong.items()))
-            raise LinesLeftOutError(
-                f"{len(wrong)} of {len(self.texts)} lines were left out; line {number + 1} {reason}"
+                        done = f"{len(sink.done):,} of {len(numbers):,}"
+                        messages.print(f"Resuming: {done} are done.")
+                    self._process(sink, numbers)
+                    messages.print(visible(f"Wrote {len(numbers):,} results to {self.output}."))
+        if self.then is not None:
+            self.then()
+        if unusable:
+            number, reason = next(iter(unusable.items()))
+            raise LinesSkippedError(
+                f"{len(unusable)} of {len(self.texts)} lines were skipped; line {number + 1} "
+                f"{reason}"
             )
 
-    def _go(self, sink: Sink, numbers: list[int]) -> None:
+    def _process(self, sink: Sink, numbers: list[int]) -> None:
         lengths = [len(text) for text in self.texts]
-        # Progress and results on one terminal would get in each other's way.
-        alone = self.output is not None or not sys.stdout.isatty()
+        # A progress bar would garble results on the same terminal.
+        progress = self.output is not None or not sys.stdout.isatty()
         size = self.batch_size
-        # On a GPU new texts join those that are not through, as soon as there is room.
-        joins = self.together and self.model.model.device.type == "cuda"
+        joins = self.continuous_batching and self.model.model.device.type == "cuda"
         refill = refill_size(size) if joins else size
-        go_through(self.work, lengths, numbers, size, refill, sink, progress=alone)
+        process_batches(self.compute, lengths, numbers, size, refill, sink, progress)
         sink.finish()
 
 
-def shown(json_lines: bool, as_seen: Callable[[Record], Any]) -> Callable[[Record], None]:
-    """How a record is shown: to a person, or to a program."""
-    if for_programs(json_lines):
-        return print_json
+def printer(
+    json_lines: bool, render: Callable[[Record], Any], long: bool = False
+) -> Callable[[Record], None]:
+    """Return a function that prints a record, as JSON or as ``render`` lays it out for people.
+
+    With ``long``, JSON has a line for each sequence.
+    """
+    if wants_json(json_lines):
+        return print_rows if long else print_json
     console = Console(highlight=False, markup=False, emoji=False)
-    return lambda record: console.print(as_seen(record))
+    return lambda record: console.print(render(record))
 
 
-def for_programs(json_lines: bool) -> bool:
-    """Whether JSON is wanted: it was asked for, or nobody looks."""
+def wants_json(json_lines: bool) -> bool:
+    """Return whether to print JSON: on request, or if standard output is not a terminal."""
     return json_lines or not sys.stdout.isatty()
 
 
+def print_rows(record: Record) -> None:
+    """Print a line of JSON for each sequence of a record."""
+    for row in long_rows(record):
+        print_json(row)
+
+
 def print_json(record: Record) -> None:
-    """Print a record as a line of JSON, for a program to read."""
+    """Print a record as a line of JSON."""
     try:
         sys.stdout.write(visible_json(to_line(record).decode()))
         sys.stdout.flush()
@@ -164,4 +209,4 @@ def print_json(record: Record) -> None:
         raise ReaderGoneError from error
     except OSError as error:
         reason = error.strerror or error
-        raise OSError(f"standard output could not be written: {reason}") from error
+        raise OSError(f"standard output cannot be written: {reason}") from error

@@ -1,7 +1,7 @@
-"""Result files on the disk: only regular files, in bounded memory, with every line checked.
+"""Reads and checks result files on the disk, in bounded memory.
 
-Whatever is found on the disk under the name of a result file may be cut short, damaged, or somebody
-else's. The functions here say what is wrong with it in a ``ValueError``.
+A file with the name of a result file may be cut short, damaged, a device, or somebody else's. The
+functions here raise a ``ValueError`` that says what is wrong with it.
 """
 
 from __future__ import annotations
@@ -11,56 +11,52 @@ import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from cpsbs.extras import required
 from cpsbs.search.beams import finite_json
 
 LONGEST = 2**26
-"""The most bytes in a line. A longer one is refused instead of being read into memory."""
-
-GROUP = 2**24
-"""About how many bytes of JSON become one row group of a Parquet file."""
+"""The maximal number of bytes in a line; a longer one is refused, and not read into memory."""
 
 BEGINNING = b'{"cpsbs": "partial", '
-"""Every partial file begins with this."""
+"""The first bytes of every partial file."""
 
 CAREFULLY = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
-"""Flags for opening a file: no link is followed, and a named pipe does not block."""
+"""Flags for opening a file without following links, and without blocking on a named pipe."""
 
 
 def to_line(record: dict[str, Any]) -> bytes:
-    """Return a record as a line of JSON; infinities and NaN, which JSON does not have, are null."""
+    """Return a record as a line of JSON, with null for infinities and NaN, which JSON lacks."""
     try:
         text = json.dumps(record, ensure_ascii=False, allow_nan=False)
     except ValueError:
         text = json.dumps(finite_json(record), ensure_ascii=False, allow_nan=False)
-    # Half of a surrogate pair, say from a file name that is not UTF-8, becomes an escape of JSON.
+    # Half of a surrogate pair, such as in a file name that is not UTF-8, becomes an escape.
     return text.encode(errors="backslashreplace") + b"\n"
 
 
 def is_there(path: Path) -> bool:
-    """Return whether there is anything of this name, be it a link that leads nowhere."""
+    """Return whether anything has this name, even if it is a link that leads nowhere."""
     return _mode(path) is not None
 
 
 def is_regular(path: Path) -> bool:
-    """Return whether there is a regular file of this name; a symbolic link is none."""
+    """Return whether this is a regular file, which a symbolic link is not."""
     mode = _mode(path)
     return mode is not None and stat.S_ISREG(mode)
 
 
 def refuse_irregular(path: Path) -> None:
-    """Refuse a name under which there is something other than a regular file."""
+    """Refuse a path at which there is something other than a regular file."""
     mode = _mode(path)
     if mode is not None:
         _refuse_mode(path, mode)
 
 
 def _mode(path: Path) -> int | None:
-    # Not os.path.lexists, which takes a file that cannot be looked at for one that is not there.
+    # os.path.lexists would call a file absent that must not be inspected.
     try:
         return os.lstat(path).st_mode
     except FileNotFoundError:
@@ -77,13 +73,13 @@ def _refuse_mode(path: Path, mode: int) -> None:
     else:
         kind = "a named pipe" if stat.S_ISFIFO(mode) else "a device or a socket"
     raise ValueError(
-        f"{path} is {kind}; results are only written to regular files. Choose another --output"
+        f"{path} is {kind}; results are written to regular files only. Choose another --output"
     )
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """Open a file that is regular, and return its descriptor."""
-    refuse_irregular(path)  # before it is opened, since opening a device can have consequences
+    """Open a regular file, and return its descriptor."""
+    refuse_irregular(path)  # before opening, which can have consequences for a device
     descriptor = os.open(path, flags | CAREFULLY, 0o666)
     try:
         _refuse_mode(path, os.fstat(descriptor).st_mode)
@@ -96,17 +92,19 @@ def open_regular(path: Path, flags: int) -> int:
 def open_locked(path: Path, flags: int) -> IO[bytes]:
     """Open a regular file that only one process may write at a time, without a buffer.
 
-    On systems that do not have such locks, nothing keeps two processes apart.
+    On systems without file locks, two processes can write it at once.
     """
-    # Not buffered: what could not be written must not be tried again behind our back.
+    # A buffer would try again, later, to write what could not be written.
     file = os.fdopen(open_regular(path, flags), "r+b", buffering=0)
     try:
         _lock(file)
-        if not is_same(file, path):  # the process that had it has just removed it
+        if not is_same(file, path):  # the process that had locked it has just removed it
             raise BlockingIOError
     except BlockingIOError:
         file.close()
-        raise ValueError(f"{path} is being written by another process") from None
+        raise ValueError(
+            f"{path} is being written by another process; wait for it, or stop it"
+        ) from None
     except BaseException:
         file.close()
         raise
@@ -122,33 +120,33 @@ def _lock(file: IO[bytes]) -> None:
 
 
 def is_same(file: IO[bytes], path: Path) -> bool:
-    """Return whether an open file is still the one of this name."""
+    """Return whether an open file is still the one at this path."""
     return is_regular(path) and os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
 
 
 def sync_folder(folder: Path) -> None:
-    """See to it that the names in a folder are on the disk, where the system can do that."""
+    """Write the names in a folder to the disk, where the system supports that."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EBADF):  # a file system that cannot do it
+        if error.errno not in (errno.EINVAL, errno.EBADF):  # the file system does not support it
             raise
     finally:
         os.close(descriptor)
 
 
 def bounded_lines(stored: IO[bytes]) -> Iterator[bytes]:
-    """Return the lines of a file; of a line that is too long, pieces that are too long as well."""
+    """Return the lines of a file; an overlong one comes in pieces that are overlong, too."""
     return iter(lambda: stored.readline(LONGEST + 1), b"")
 
 
 def parsed(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line, or say what is wrong with the line."""
+    """Return the JSON object in a line, or raise a ``ValueError`` that says what is wrong."""
     if len(line) > LONGEST:
-        raise ValueError("is longer than any that cpsbs writes")
+        raise ValueError("is longer than any line that cpsbs writes")
     if not line.endswith(b"\n"):
         raise ValueError("is cut short")
     try:
@@ -165,16 +163,17 @@ def _refuse_constant(name: str) -> None:
 
 
 def number_in(line: bytes, mark: str) -> int:
-    """Return the number of the result in a line of the job with this mark.
+    """Return the number of the result in a line, which the job with this mark must have written.
 
-    Otherwise say what is wrong with the line.
+    Raises:
+        ValueError: if the line is not a result of that job; it says why.
     """
     record = parsed(line)
     if record.get("job") != mark:
         raise ValueError("was not written by this command")
     number = record.get("number")
     if type(number) is not int:  # True is an int too
-        raise ValueError("has no number of a text")
+        raise ValueError("has no number that is an integer")
     return number
 
 
@@ -184,7 +183,7 @@ def header_line(token: str, job: dict[str, Any]) -> bytes:
 
 
 def header_in(line: bytes) -> dict[str, Any] | None:
-    """Return what the first line of a partial file says, or None where a crash cut it short."""
+    """Return the content of the first line of a partial file, or None if a crash cut it short."""
     if not line.endswith(b"\n") and len(line) <= LONGEST:
         if line.startswith(BEGINNING) or BEGINNING.startswith(line):
             return None
@@ -199,79 +198,5 @@ def header_in(line: bytes) -> dict[str, Any] | None:
     if not isinstance(token, str) or not re.fullmatch("[0-9a-f]{16}", token):
         raise ValueError("is damaged: line 1 has no token")
     if not isinstance(job, dict):
-        raise ValueError("is damaged: line 1 does not say what job it is")
+        raise ValueError("is damaged: line 1 does not describe the job")
     return found
-
-
-def check_lines(stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
-    """Refuse a file of JSON lines that does not hold exactly these results in this order."""
-    count = 0
-    for count, line in enumerate(bounded_lines(stored), 1):
-        if count > len(numbers):
-            raise ValueError(f"it has more than {len(numbers)} lines")
-        try:
-            number = number_in(line, mark)
-        except ValueError as error:
-            raise ValueError(f"line {count} {error}") from error
-        if number != numbers[count - 1]:
-            raise ValueError(f"line {count} is not the result of text {numbers[count - 1] + 1}")
-    if count < len(numbers):
-        raise ValueError(f"it ends after {count} of {len(numbers)} results")
-
-
-def check_parquet(stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
-    """Refuse a Parquet file that does not hold exactly these results in this order."""
-    pyarrow: Any = required("pyarrow", "parquet")
-    parquet: Any = required("pyarrow.parquet", "parquet")
-    try:
-        with parquet.ParquetFile(stored) as file:
-            _check_columns(file, mark, numbers)
-    except (pyarrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise  # it is the disk that failed, not the file that is wrong
-        raise ValueError("it is not a whole Parquet file") from error
-
-
-def _check_columns(file: Any, mark: str, numbers: Sequence[int]) -> None:
-    rows = file.metadata.num_rows
-    if rows != len(numbers):
-        raise ValueError(f"it has {rows} rows instead of {len(numbers)}")
-    kinds = {field.name: str(field.type) for field in file.schema_arrow}
-    if (kinds.get("number"), kinds.get("job")) != ("int64", "string"):
-        raise ValueError("it lacks the columns number and job")
-    row = 0
-    for batch in file.iter_batches(columns=["number", "job"]):
-        for found in batch.to_pylist():
-            if found["job"] != mark:
-                raise ValueError(f"row {row + 1} was not written by this command")
-            if found["number"] != numbers[row]:
-                raise ValueError(f"row {row + 1} is not the result of text {numbers[row] + 1}")
-            row += 1
-
-
-def write_parquet(out: IO[bytes], lines: Callable[[], Iterator[bytes]]) -> None:
-    """Write a row for each line of JSON; the settings, which are a dictionary, stay JSON.
-
-    The lines are gone through twice, so that only some of them are in memory: first for the types
-    of the columns, since a column may be empty in many lines, and then for the rows.
-    """
-    pyarrow: Any = required("pyarrow", "parquet")
-    parquet: Any = required("pyarrow.parquet", "parquet")
-    kinds = [pyarrow.Table.from_pylist(rows).schema for rows in _row_groups(lines())]
-    schema = pyarrow.unify_schemas(kinds, promote_options="permissive")
-    with parquet.ParquetWriter(out, schema) as writer:
-        for rows in _row_groups(lines()):
-            writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
-
-
-def _row_groups(lines: Iterator[bytes]) -> Iterator[list[dict[str, Any]]]:
-    rows, size = [], 0
-    for line in lines:
-        record = parsed(line)
-        rows.append(record | {"settings": json.dumps(record.get("settings"))})
-        size += len(line)
-        if size >= GROUP:
-            yield rows
-            rows, size = [], 0
-    if rows:
-        yield rows

@@ -1,4 +1,4 @@
-"""Tables of results, for people."""
+"""Lays out results as tables for the terminal."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rich.text import Text
 
 from cpsbs.cli.outputs import Record
 from cpsbs.cli.terminal import visible
-from cpsbs.estimation.estimate import with_error
+from cpsbs.estimation.result import with_error
 
 LEAST_TEXT = 12
-"""The fewest columns of a terminal in which the last column of a table is still read easily."""
+"""The smallest width, in characters, at which the last column of a table is easy to read."""
 
 
 class Listing(Table):
-    """A table with little ink, whose rows become lines where the terminal is too narrow for it."""
+    """A plain table, whose rows become lines where the terminal is too narrow for it."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render the table, or its rows one below the other."""
+        """Render the table, or each row on lines of its own."""
         *widths, last = (max(map(cell_len, _cells(column))) for column in self.columns)
-        # Every column has a space on both sides and a divider or an edge.
+        # Every column has a space on both sides, and a divider or an edge.
         needed = sum(widths) + min(last, LEAST_TEXT) + 3 * len(self.columns) + 1
         if needed <= options.max_width:
             yield from super().__rich_console__(console, options)
@@ -34,7 +34,7 @@ class Listing(Table):
             yield from self._lines()
 
     def _lines(self) -> Iterator[Text]:
-        """Yield for every row its numbers with their names, and then its text."""
+        """Yield the numbers of each row with their column names, followed by its text."""
         if self.title:
             yield Text(str(self.title), style="bold")
         names = [str(column.header) for column in self.columns]
@@ -53,12 +53,15 @@ def _text(cell: RenderableType) -> Text:
 
 
 def _cells(column: Column) -> list[str]:
-    """The header and the cells of a column, as they are shown."""
+    """Return the header and the cells of a column as strings."""
     return [str(column.header), *map(str, column.cells)]
 
 
-def plain(*columns: str, title: Text | None = None) -> Listing:
-    """Return a table; columns whose name begins with ``>`` are numbers, the last one wraps."""
+def new_table(*columns: str, title: Text | None = None) -> Listing:
+    """Return an empty table with these columns.
+
+    A column whose name begins with ``>`` is aligned to the right; only the last column wraps.
+    """
     table = Listing(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     for column in columns:
         justify: Literal["right", "left"] = "right" if column.startswith(">") else "left"
@@ -68,31 +71,36 @@ def plain(*columns: str, title: Text | None = None) -> Listing:
 
 
 def probability(log_p: float | None) -> str:
-    """Of a logarithm, short."""
+    """Return exp(``log_p``) with few digits, or a dash if it is None."""
     if log_p is None:
         return "–"
     p = math.exp(log_p)
     return f"{p:.4f}" if p >= 0.001 else f"{p:.1e}"
 
 
-def beam(record: Record) -> Listing:
-    """The sequences of one source."""
+def beam_table(record: Record) -> Listing:
+    """Return a table of the sequences drawn for one text."""
     scores = record.get("bleu")
     title = Text(visible(record["text"]))
-    table = plain(">p", ">π", *([">BLEU"] if scores else []), "", title=title)
+    table = new_table(">p", ">π", *([">BLEU"] if scores else []), "", title=title)
     inclusion = record["log_inclusion"] or [None] * len(record["texts"])
     shown = _readable(record["texts"])
     for i, text in enumerate(shown):
         score = [f"{100 * scores[i]:.1f}"] if scores else []
         if not record["finished"][i]:
-            text.append(" … (not ended)", style="dim")
+            text.append(" … (unfinished)", style="dim")
         numbers = probability(record["log_prob"][i]), probability(inclusion[i])
         table.add_row(*numbers, *score, text)
     return table
 
 
-def membership(records: list[Record], most: int) -> Listing:
-    """Every sequence that some design drew, and which ones did, the most probable first."""
+def membership_table(records: list[Record], most: int) -> Listing:
+    """Return a table of the sequences that any design drew, and of which designs drew them.
+
+    Args:
+        records: the records of ``cpsbs compare``, one per design.
+        most: the maximal number of sequences to list, the most probable first.
+    """
     found: dict[tuple[int, ...], tuple[float, str]] = {}
     for record in records:
         tokens = map(tuple, record["sequences"])
@@ -109,33 +117,34 @@ def membership(records: list[Record], most: int) -> Listing:
     for y, text in zip(order[:most], shown, strict=False):
         marks = [_times(record["sequences"].count(list(y))) for record in records]
         table.add_row(*marks, probability(found[y][0]), text)
-    rest = len(order) - most
-    if rest > 0:
+    remaining = len(order) - most
+    if remaining > 0:
         table.add_row(
-            *[""] * len(records), "", Text(f"… and {rest} more, less probable", style="dim")
+            *[""] * len(records), "", Text(f"… and {remaining} less probable ones", style="dim")
         )
     return table
 
 
 def _readable(texts: list[str]) -> list[Text]:
-    """Texts to show; one that reads as another before it differs from that in its tokens."""
+    """Return texts to show; a text that occurs again, in other tokens, is marked."""
     shown = [Text(visible(text)) for text in texts]
     for i, text in enumerate(texts):
         if text in texts[:i]:
-            shown[i].append(" (in other tokens)", style="dim")
+            shown[i].append(" (other tokens)", style="dim")
     return shown
 
 
 def _times(count: int) -> str:
+    """Return a mark for a sequence that a design drew that many times."""
     return {0: "", 1: "●"}.get(count, str(count))
 
 
-def comparison(records: list[Record]) -> Listing:
-    """A row for each design."""
+def comparison_table(records: list[Record]) -> Listing:
+    """Return a table that compares designs, one per row."""
     scored = "bleu" in records[0]
     columns = [">", "design", ">distinct", ">in top-k", ">Σp", ">D"]
     columns += [">BLEU min", ">mean", ">max"] if scored else []
-    table = plain(*columns, ">entropy, nats")
+    table = new_table(*columns, ">entropy, nats")
     for i, record in enumerate(records):
         row = [
             str(i + 1),

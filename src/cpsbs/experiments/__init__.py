@@ -1,6 +1,7 @@
-"""The paper's experiments: what to compute, computing it anywhere, and drawing what was computed.
+"""Reproduces the paper's experiments, on one machine or on a cluster.
 
-``plan`` lists independent cells, ``compute`` does one, ``engines`` does many, here or on a Ray
-cluster, and ``store`` keeps what came out, a file each. ``figures``, ``claims`` and ``report`` read
-only what is stored.
+``plan`` lists independent cells, ``compute`` computes one of them, ``engines`` computes many, in
+local processes or on a Ray cluster, and ``store`` keeps the result of each in a file. ``analysis``,
+``figures``, ``tables``, ``claims`` and ``report`` read stored results only. No other part of the
+package imports these modules; the command ``cpsbs reproduce`` does when it is run.
 """

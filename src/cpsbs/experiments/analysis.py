@@ -1,4 +1,4 @@
-"""What is drawn, from rows: means, deviations, errors, trade-offs."""
+"""Computes the statistics of figures and tables: means, deviations, errors, trade-offs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from cpsbs.experiments.plan import Scale
 from cpsbs.experiments.store import Row
 
 ALWAYS_PLAIN = ("independent", "arithmetic", "sum-and-sample")
-"""Estimators that are compared as they are: their weights sum to one, or normalising is no use."""
+"""Estimators that are never normalised: their weights sum to one, or it does not help."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of independent repeats."""
+    """The mean and standard deviation of independent repeats."""
 
     mean: float
     deviation: float
@@ -27,15 +27,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class Truth:
-    """The baseline of a sentence at a temperature."""
+    """The baseline estimate for a sentence at a temperature."""
 
     value: float
     variance: float
-    """Of one run."""
+    """The variance of one run of the baseline."""
 
 
 def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]]:
-    """Rows by the values of some columns."""
+    """Return the rows grouped by the values of these columns."""
     found: dict[tuple[Any, ...], list[Row]] = defaultdict(list)
     for row in rows:
         found[tuple(row[name] for name in names)].append(row)
@@ -43,7 +43,7 @@ def grouped(rows: Iterable[Row], *names: str) -> dict[tuple[Any, ...], list[Row]
 
 
 class Estimates:
-    """Estimates of one f by all designs, and the truth about it."""
+    """The estimates of one function by all designs, with the baseline as truth."""
 
     def __init__(self, rows: Iterable[Row], scale: Scale, f: str, normalized: bool) -> None:
         mine = [row for row in rows if "f" in row and row["f"] == f]
@@ -69,7 +69,10 @@ class Estimates:
         self.spread = {key: _spread(values) for key, values in self._values.items()}
 
     def rmse(self) -> dict[tuple[float, int, str], float]:
-        """By temperature, K and design, averaged over the sentences; without truncation."""
+        """Return the root mean square error by temperature, K and design, without truncation.
+
+        It is averaged over the sentences.
+        """
         errors: dict[tuple[float, int, str], list[float]] = defaultdict(list)
         for (line, temperature, k, design, nucleus), values in self._values.items():
             if nucleus is None and (line, temperature) in self.truth:
@@ -91,7 +94,7 @@ def _truth(values: list[float]) -> Truth:
 
 @dataclass(frozen=True)
 class TradeOff:
-    """Diversity and BLEU of sets of translations, averaged over the sentences."""
+    """The diversity and BLEU of sets of translations, averaged over the sentences."""
 
     diversity: float
     least: float
@@ -101,7 +104,7 @@ class TradeOff:
 
 
 def trade_offs(rows: Iterable[Row]) -> dict[tuple[int, str, float], TradeOff]:
-    """By K, design, and temperature (for diverse beam search, strength)."""
+    """Return trade-offs by K, design, and temperature (strength, for diverse beam search)."""
     found = {}
     mine = [row for row in rows if "diversity" in row]
     for (k, design, temperature, strength), some in grouped(
@@ -118,7 +121,7 @@ def trade_offs(rows: Iterable[Row]) -> dict[tuple[int, str, float], TradeOff]:
 
 
 def runtimes(rows: Iterable[Row]) -> dict[tuple[str, str, int], float]:
-    """Seconds a sentence by device, design and K: the mean over sentences of their medians."""
+    """Return seconds per sentence by device, design and K: the mean of the sentences' medians."""
     found = {}
     mine = [row for row in rows if "seconds" in row]
     for key, some in grouped(mine, "device", "design", "k").items():
@@ -129,14 +132,14 @@ def runtimes(rows: Iterable[Row]) -> dict[tuple[str, str, int], float]:
 
 
 def hindsight_deviation(rows: Iterable[Row]) -> dict[tuple[float, bool, int], float]:
-    """Deviation of expected BLEU by temperature, normalised or not, and M (0: own path)."""
+    """Return the deviation of expected BLEU by temperature, normalisation, and M (0: own path)."""
     mine = [row for row in rows if "runs" in row and "normalized" in row]
     by_line = grouped(mine, "temperature", "normalized", "runs", "line")
     return _means(by_line, lambda some: statistics.stdev(row["value"] for row in some))
 
 
 def inclusion_error(rows: Iterable[Row]) -> dict[tuple[float, int], float]:
-    """Root mean square of log π̂ − log π, by temperature and M (0: own path)."""
+    """Return the root mean square of log π̂ − log π by temperature and M (0: own path)."""
     mine = [row for row in rows if "truth" in row]
 
     def error(some: list[Row]) -> float:
@@ -150,7 +153,7 @@ def inclusion_error(rows: Iterable[Row]) -> dict[tuple[float, int], float]:
 def _means(
     groups: Mapping[tuple[Any, ...], list[Row]], measure: Callable[[list[Row]], float]
 ) -> dict[Any, float]:
-    """The mean of a measure over what differs in the last part of the key alone."""
+    """Return the mean of a measure over all groups whose keys differ in the last part only."""
     found: dict[tuple[Any, ...], list[float]] = defaultdict(list)
     for key, some in groups.items():
         found[key[:-1]].append(measure(some))

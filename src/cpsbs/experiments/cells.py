@@ -1,4 +1,4 @@
-"""A cell: one piece of computing, named by everything that its result depends on."""
+"""Defines cells: units of computation, named by everything that their results depend on."""
 
 from __future__ import annotations
 
@@ -12,59 +12,59 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 NOT_IN_THE_SEED = ("dtype", "version")
-"""Settings that the seed does not depend on.
+"""The settings that the seed does not depend on.
 
-Results of two versions, or in two dtypes, are then computed with the same random numbers, so that
-they can be compared; and seeds are still those of results from before cells had these settings.
+Results of two versions, or in two dtypes, use the same random numbers, so that they can be
+compared; and results from before cells had these settings have the same seeds.
 """
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """What to compute."""
+    """One unit of computation."""
 
     kind: str
-    """How; see ``compute``."""
+    """How to compute it; ``compute`` has a method for each kind."""
     settings: Mapping[str, Any]
-    """With what; plain JSON."""
+    """Everything that the result depends on, as plain JSON."""
     effort: float
-    """Hypotheses to decode, to share out time by."""
+    """The number of hypotheses to decode, from which the time is estimated."""
 
     @cached_property
     def identity(self) -> str:
-        """The kind and all settings as JSON; two cells with the same identity are the same."""
+        """The kind and all settings as JSON, which are equal for equal cells only."""
         return _identity(self.kind, self.settings)
 
     @cached_property
     def name(self) -> str:
-        """The kind, with a digest of the identity: other settings make another name."""
+        """The kind with a digest of the identity, so that other settings give another name."""
         return f"{self.kind}-{_digest(self.identity)[:20]}"
 
     @cached_property
     def seed(self) -> int:
-        """The seed of the random numbers, which does not depend on who computes the cell."""
-        rest = {name: v for name, v in self.settings.items() if name not in NOT_IN_THE_SEED}
-        return int(_digest(_identity(self.kind, rest))[20:35], 16)
+        """The seed of the random numbers, whichever worker computes the cell."""
+        seeding = {name: v for name, v in self.settings.items() if name not in NOT_IN_THE_SEED}
+        return int(_digest(_identity(self.kind, seeding))[20:35], 16)
 
 
 def _identity(kind: str, settings: Mapping[str, Any]) -> str:
     return json.dumps([kind, dict(settings)], sort_keys=True)
 
 
-def _digest(said: str) -> str:
-    return hashlib.sha256(said.encode()).hexdigest()
+def _digest(identity: str) -> str:
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
-def entry_of(what: str, name: str, entries: Mapping[str, T]) -> T:
+def look_up(what: str, name: str, entries: Mapping[str, T]) -> T:
     """Return the entry of that name.
 
     Args:
-        what: what the name is a name of, for the error.
+        what: the kind of thing that is looked up, for the error message.
         name: the name to look up.
-        entries: what there is, by name.
+        entries: all entries, by name.
 
     Raises:
-        ValueError: if there is no such entry.
+        ValueError: if there is no such entry; it lists those that there are.
     """
     if name not in entries:
         raise ValueError(f"{what} is {name!r}; allowed are {', '.join(entries)}")

@@ -1,7 +1,8 @@
-"""What the paper claims, and what was measured; both verdict and figures come from the rows."""
+"""Compares the paper's claims with what was measured; verdicts follow from the rows alone."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from cpsbs.experiments.analysis import (
     runtimes,
     trade_offs,
 )
-from cpsbs.experiments.cells import entry_of
+from cpsbs.experiments.cells import look_up
 from cpsbs.experiments.figures import LABELS
 from cpsbs.experiments.plan import Scale
 from cpsbs.experiments.store import Row
@@ -25,17 +26,17 @@ PAPERS = ("independent", "sum-and-sample", "gumbel-top-k")
 
 @dataclass(frozen=True)
 class Claim:
-    """One statement of the paper, in our words."""
+    """A statement of the paper in our words, with what was measured and a verdict."""
 
     experiment: str
-    said: str
-    seen: str
-    holds: str
-    """yes, partly, or no."""
+    statement: str
+    measured: str
+    verdict: str
+    """Whether the statement holds: yes, partly, no, or – where that is not the question."""
 
 
 def claims(experiments: Sequence[str], rows: Sequence[Row], scale: Scale) -> list[Claim]:
-    """Return all claims that the rows can say something about.
+    """Return all claims that the rows allow a statement about.
 
     Raises:
         ValueError: if an experiment is unknown.
@@ -51,7 +52,7 @@ def claims(experiments: Sequence[str], rows: Sequence[Row], scale: Scale) -> lis
         "hindsight": _hindsight,
     }
     return [
-        claim for name in experiments for claim in entry_of("experiment", name, makers)(rows, scale)
+        claim for name in experiments for claim in look_up("experiment", name, makers)(rows, scale)
     ]
 
 
@@ -59,8 +60,15 @@ def _verdict(share: float) -> str:
     return "yes" if share >= 0.95 else "no" if share <= 0.5 else "partly"
 
 
+def _ratio(numerator: float, denominator: float) -> float:
+    """Return the ratio of two errors, one of which may be zero on short sentences."""
+    if denominator > 0:
+        return numerator / denominator
+    return 1.0 if numerator == 0 else math.inf
+
+
 def _lowest(found: Estimates, design: str, rivals: Sequence[str]) -> tuple[int, int]:
-    """In how many cells a design has the smallest deviation, and of how many."""
+    """Return in how many cells a design has the smallest deviation, and the number of cells."""
     ahead = total = 0
     for (line, temperature, k, name, nucleus), spread in found.spread.items():
         if name == design and nucleus is None:
@@ -112,20 +120,24 @@ def _bleu(rows: Sequence[Row], scale: Scale) -> list[Claim]:
 def _unnormalized(rows: Sequence[Row], scale: Scale) -> list[Claim]:
     plain = Estimates(rows, scale, "BLEU", normalized=False)
     normalized = Estimates(rows, scale, "BLEU", normalized=True)
-    ratios = {
-        design: statistics.median(
+    ratios = {}
+    for design in (CPSBS, SBS):
+        own = [
             plain.spread[key].deviation / spread.deviation
             for key, spread in normalized.spread.items()
             if key[3] == design and key in plain.spread and spread.deviation > 0
-        )
-        for design in (CPSBS, SBS)
-    }
-    told = " and ".join(f"{ratio:.1f} times ({LABELS[d]})" for d, ratio in ratios.items())
+        ]
+        if own:
+            ratios[design] = statistics.median(own)
+    if not ratios:
+        return []
+    comparison = " and ".join(f"{ratio:.1f} times ({LABELS[d]})" for d, ratio in ratios.items())
     return [
         Claim(
             "bleu-unnormalized",
             "The paper shows both forms, and prefers normalised ones.",
-            f"The deviation without normalisation is {told} that with it (medians over the cells).",
+            f"The deviation without normalisation is {comparison} that with it (medians over the "
+            "cells).",
             "yes" if min(ratios.values()) > 1 else "partly",
         )
     ]
@@ -137,16 +149,17 @@ def _rmse(rows: Sequence[Row], scale: Scale) -> list[Claim]:
 
 def _rmse_of(f: str, rows: Sequence[Row], scale: Scale) -> list[Claim]:
     found = Estimates(rows, scale, f, normalized=True).rmse()
-    if not found:
-        return []
     cells = list(dict.fromkeys(key[:2] for key in found))
     warmest = max(scale.temperatures)
     cold = [cell for cell in cells if cell[0] <= 0.2 and 2 <= cell[1] <= 5]
     warm = [cell for cell in cells if cell[0] == warmest]
+    if not cold or not warm:
+        return []
 
     def ratio(design: str, to: str, some: list[tuple[float, int]]) -> float:
-        """Of two designs' errors, in the median."""
-        return statistics.median(found[(*cell, design)] / found[(*cell, to)] for cell in some)
+        """Return the median ratio of two designs' errors."""
+        ratios = (_ratio(found[(*cell, design)], found[(*cell, to)]) for cell in some)
+        return statistics.median(ratios)
 
     rivals = (*PAPERS, CPSBS, "arithmetic")
     best = sum(
@@ -193,7 +206,7 @@ def _entropy(rows: Sequence[Row], scale: Scale) -> list[Claim]:
             "entropy",
             "For the conditional entropy CPSBS is generally quite efficient.",
             f"The smallest deviation of the paper's four in {ahead} of {total} cells. But a small "
-            "deviation around a wrong value is no virtue; see the errors.",
+            "deviation around a wrong value is no advantage; see the errors.",
             _verdict(ahead / max(total, 1)),
         )
     ]
@@ -274,8 +287,8 @@ def _runtime(rows: Sequence[Row], scale: Scale) -> list[Claim]:
             for design in (CPSBS, SBS, MONTE_CARLO, "stratified")
             if beam and (device, design, largest) in found
         }
-        told = ", ".join(f"{LABELS[d]} {ratio:.2f}" for d, ratio in ratios.items())
-        parts.append(f"on {device}, K = {largest}, time over that of beam search: {told}")
+        times = ", ".join(f"{LABELS[d]} {ratio:.2f}" for d, ratio in ratios.items())
+        parts.append(f"On {device}, K = {largest}, time over that of beam search: {times}")
     return [
         Claim(
             "runtime",
@@ -306,9 +319,9 @@ def _hindsight(rows: Sequence[Row], scale: Scale) -> list[Claim]:
     if deviation:
         most = max(m for _, _, m in deviation)
         ratio = statistics.median(
-            deviation[t, True, most] / deviation[t, True, 0]
+            _ratio(deviation[t, True, most], deviation[t, True, 0])
             for t, normalized, m in deviation
-            if normalized and m == most and deviation[t, True, 0] > 0
+            if normalized and m == most
         )
         made.append(
             Claim(

@@ -1,10 +1,11 @@
-"""What comes out of a cell: one function for each kind."""
+"""Computes the rows of a cell, with one method for each kind of cell."""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,23 +19,24 @@ from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.functions import Bleu, Entropy
 from cpsbs.estimation.inclusion import Models, hindsight_inclusion
 from cpsbs.estimation.metrics import diversity, sentence_bleu
-from cpsbs.experiments.cells import Cell, entry_of
+from cpsbs.estimation.weights import WeightWarning
+from cpsbs.experiments.cells import Cell, look_up
 from cpsbs.experiments.enumeration import inclusion, tempered
 from cpsbs.experiments.plan import CPU
 from cpsbs.experiments.store import Row
 from cpsbs.extras import silence_transformers
 from cpsbs.models.table import TableModel
+from cpsbs.search.api import search
 from cpsbs.search.beams import Beams
-from cpsbs.search.recursion import search
 from cpsbs.text import TextModel, load
 
 SEARCHES_AT_ONCE = {"cpu": 64, "cuda": 512}
-"""Of hindsight importance sampling."""
+"""The number of searches of hindsight importance sampling in a batch, by type of device."""
 
 
 @dataclass(frozen=True)
 class Subjects:
-    """What a worker needs to know: the model and the test set. It travels to other processes."""
+    """The model and the test set, which are sent to every worker."""
 
     model: str
     device: str | None
@@ -42,10 +44,11 @@ class Subjects:
     trust_remote_code: bool
     sources: Sequence[str]
     references: Sequence[str]
+    gguf_file: str | None = None
 
 
 class Worker:
-    """Computes cells; the model is loaded once, when the first cell needs it."""
+    """Computes cells; it loads the model once, when a cell first needs it."""
 
     def __init__(self, subjects: Subjects, threads: int | None = None) -> None:
         self.subjects = subjects
@@ -55,26 +58,32 @@ class Worker:
 
     @cached_property
     def model(self) -> TextModel:
-        """The model."""
+        """The model, on the device of the subjects."""
         return self._load(self.subjects.device)
 
     @cached_property
     def _model_on_cpu(self) -> TextModel:
-        """For times on a CPU where all else is computed on a GPU."""
+        """The model on a CPU, for times there when everything else is computed on a GPU."""
         return self._load("cpu")
 
     def _load(self, device: str | None) -> TextModel:
         s = self.subjects
-        return load(s.model, device=device, dtype=s.dtype, trust_remote_code=s.trust_remote_code)
+        return load(
+            s.model,
+            device=device,
+            dtype=s.dtype,
+            trust_remote_code=s.trust_remote_code,
+            gguf_file=s.gguf_file,
+        )
 
     def _by_length(self, count: int) -> list[int]:
-        """Numbers of so many sentences, spread evenly over the test set, the shortest first."""
+        """Return the numbers of so many sentences, evenly spread over the test set, by length."""
         texts = self.subjects.sources
         chosen = [i * len(texts) // count for i in range(count)]
         return sorted(chosen, key=lambda i: (len(texts[i]), i))
 
     def compute(self, cell: Cell) -> tuple[list[Row], float]:
-        """Return the rows of a cell, and how many seconds it took.
+        """Return the rows of a cell, and how many seconds computing them took.
 
         Raises:
             ValueError: if the kind of the cell is unknown.
@@ -87,7 +96,10 @@ class Worker:
             "enumerated": self._enumerated,
         }
         start = time.perf_counter()
-        rows = entry_of("kind", cell.kind, kinds)(cell)
+        with warnings.catch_warnings():
+            # Weights that are far from one are among the paper's results.
+            warnings.simplefilter("ignore", WeightWarning)
+            rows = look_up("kind", cell.kind, kinds)(cell)
         return rows, time.perf_counter() - start
 
     def _beams(
@@ -98,24 +110,24 @@ class Worker:
         model: TextModel | None = None,
         **keep: Any,
     ) -> Beams:
-        made = cell.settings
+        settings = cell.settings
         return (model or self.model).beams(
             [self.subjects.sources[i] for i in numbers],
-            made["k"],
+            settings["k"],
             design,
-            max_length=made["max_length"],
-            temperature=made["temperature"],
-            nucleus=made.get("nucleus"),
+            max_length=settings["max_length"],
+            temperature=settings["temperature"],
+            nucleus=settings.get("nucleus"),
             seed=cell.seed,
             **keep,
         )
 
     def _estimates(self, cell: Cell) -> list[Row]:
-        """Expected BLEU and entropy of a sentence, by independent repeats of a search."""
-        made = cell.settings
-        first, last = made["repeats"]
-        count, line = last - first, made["line"]
-        beams = self._beams(cell, [line] * count, made["design"], entropy=True)
+        """Estimate the expected BLEU and entropy of a sentence, in independent repeats."""
+        settings = cell.settings
+        first, last = settings["repeats"]
+        count, line = last - first, settings["line"]
+        beams = self._beams(cell, [line] * count, settings["design"], entropy=True)
         rows: list[Row] = []
         functions = {
             "BLEU": Bleu([self.subjects.references[line]] * count),
@@ -140,11 +152,11 @@ class Worker:
         return rows
 
     def _diversity(self, cell: Cell) -> list[Row]:
-        """How different, and how good, the translations of some sentences are."""
-        made = cell.settings
-        numbers = self._by_length(made["of"])[slice(*made["ranks"])]
-        design = made["design"]
-        chosen = Diverse(made["strength"]) if design == "diverse" else design_named(design)
+        """Measure how diverse, and how good, the translations of some sentences are."""
+        settings = cell.settings
+        numbers = self._by_length(settings["of"])[slice(*settings["ranks"])]
+        design = settings["design"]
+        chosen = Diverse(settings["strength"]) if design == "diverse" else design_named(design)
         beams = self._beams(cell, numbers, chosen)
         rows = []
         for b, (number, texts) in enumerate(zip(numbers, self.model.texts(beams), strict=True)):
@@ -164,16 +176,16 @@ class Worker:
         return rows
 
     def _runtime(self, cell: Cell) -> list[Row]:
-        """Seconds to decode a sentence by itself."""
-        made = cell.settings
-        elsewhere = made["device"].startswith(CPU) and self.subjects.device != "cpu"
-        model = self._model_on_cpu if elsewhere else self.model
+        """Measure how many seconds it takes to decode each sentence by itself."""
+        settings = cell.settings
+        other_device = settings["device"].startswith(CPU) and self.subjects.device != "cpu"
+        model = self._model_on_cpu if other_device else self.model
         rows = []
-        self._beams(cell, made["lines"][:1], made["design"], model)  # what is loaded on first use
-        for repeat in range(made["repeats"]):
-            for line in made["lines"]:
+        self._beams(cell, settings["lines"][:1], settings["design"], model)  # warm-up
+        for repeat in range(settings["repeats"]):
+            for line in settings["lines"]:
                 start = time.perf_counter()
-                beams = self._beams(cell, [line], made["design"], model)
+                beams = self._beams(cell, [line], settings["design"], model)
                 if beams.log_prob.is_cuda:
                     torch.cuda.synchronize()
                 seconds = time.perf_counter() - start
@@ -181,14 +193,14 @@ class Worker:
         return rows
 
     def _hindsight(self, cell: Cell) -> list[Row]:
-        """Expected BLEU with π by hindsight importance sampling from M runs; M = 0: own path."""
-        made = cell.settings
-        count = made["repeats"]
-        texts = [self.subjects.sources[made["line"]]] * count
-        beams = self._beams(cell, [made["line"]] * count, "conditional-poisson")
-        f = Bleu([self.subjects.references[made["line"]]] * count)
+        """Estimate expected BLEU with π from M hindsight runs, or from the own path (M = 0)."""
+        settings = cell.settings
+        count = settings["repeats"]
+        texts = [self.subjects.sources[settings["line"]]] * count
+        beams = self._beams(cell, [settings["line"]] * count, "conditional-poisson")
+        f = Bleu([self.subjects.references[settings["line"]]] * count)
         rows: list[Row] = []
-        found = _hindsight_by_runs(self.model.repeated(texts), beams, made["runs"], cell.seed)
+        found = _hindsight_by_runs(self.model.repeated(texts), beams, settings["runs"], cell.seed)
         for runs, log_pi in [(0, None), *found]:
             for normalized in (False, True):
                 result = estimate(
@@ -205,21 +217,25 @@ class Worker:
         return rows
 
     def _enumerated(self, cell: Cell) -> list[Row]:
-        """π of the sequences of beams on a table: own path, hindsight, and the truth."""
-        made = cell.settings
-        k, length = made["k"], 4
-        one = tempered(TableModel.random(4, length, seed=1), made["temperature"])
+        """Compute π on a table model: along the own path, in hindsight, and exactly."""
+        settings = cell.settings
+        k, length = settings["k"], 4
+        one = tempered(TableModel.random(4, length, seed=1), settings["temperature"])
         truth = inclusion(one, k, length)
 
         def models(numbers: torch.Tensor) -> TableModel:
             return TableModel(one.tables * len(numbers), one.eos[0])
 
         beams = search(
-            models(torch.arange(made["repeats"])), k, max_length=length, generator=cell.seed
+            models(torch.arange(settings["repeats"])),
+            k,
+            "conditional-poisson",
+            max_length=length,
+            generator=cell.seed,
         )
         assert beams.log_inclusion is not None
         rows: list[Row] = []
-        found = _hindsight_by_runs(models, beams, made["runs"], cell.seed)
+        found = _hindsight_by_runs(models, beams, settings["runs"], cell.seed)
         for runs, log_pi in [(0, beams.log_inclusion), *found]:
             for b in range(len(beams)):
                 for i, y in enumerate(beams.tokens(b)):
@@ -233,7 +249,7 @@ class Worker:
 def _hindsight_by_runs(
     models: Models, beams: Beams, most: int, seed: int
 ) -> list[tuple[int, torch.Tensor]]:
-    """Log π^IS from the first M of independent runs, for M = 1, 2, 4, … up to ``most``."""
+    """Return log π^IS from the first M of ``most`` independent runs, for M = 1, 2, 4, and so on."""
     device = beams.log_prob.device
     found = hindsight_inclusion(
         models,

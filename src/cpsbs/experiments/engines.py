@@ -1,7 +1,7 @@
-"""Many cells at once: in processes of this machine, or on a Ray cluster.
+"""Computes many cells at once, in processes of this machine or on a Ray cluster.
 
-Workers compute and send rows back; nothing but the caller writes files, so that workers need no
-disk in common. A worker that dies costs the cell it had, which goes to another one.
+Workers compute rows and send them back; only the caller writes files, so that workers need no
+shared disk. If a worker dies, its cell goes to another one.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from cpsbs.experiments.store import Row
 from cpsbs.extras import required
 
 TRIES = 3
-"""How often a cell may lose its worker."""
+"""How many workers may die on the same cell before it counts as failed."""
 
-STARTING = 120.0
+START_TIMEOUT = 120.0
 """Seconds that a worker may take to start."""
 
-ROOM = 10.0
-"""Seconds to wait for a processor that a dead worker has left."""
+RESOURCE_TIMEOUT = 10.0
+"""Seconds to wait until Ray frees the processor of a dead worker."""
 
 
 class CellsFailedError(RuntimeError):
-    """Some cells could not be computed; all others were."""
+    """Raised when some cells could not be computed, after all others were."""
 
 
 @dataclass(frozen=True)
 class Done:
-    """A cell's rows, and the seconds it took."""
+    """The rows of a computed cell, and the seconds it took."""
 
     rows: list[Row]
     seconds: float
@@ -47,40 +47,40 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """What went wrong in computing it."""
+    """The reason why a cell could not be computed."""
 
     reason: str
 
 
 Outcome = Done | Failed | None
-"""None: the worker is gone."""
+"""What a worker reports about its cell; None means that the worker has died."""
 
 
 class Pool(ABC):
-    """Workers, known by handles."""
+    """A source of workers, which are referred to by handles."""
 
     @abstractmethod
     def start(self) -> Any | None:
-        """One more worker; None if there is no room for it."""
+        """Start one more worker and return its handle, or None if there is no room for it."""
 
     @abstractmethod
     def send(self, worker: Any, cell: Cell) -> None:
-        """Give a worker something to do."""
+        """Give a worker a cell to compute."""
 
     @abstractmethod
     def wait(self, workers: Sequence[Any]) -> list[tuple[Any, Outcome]]:
-        """What has come from these workers, at least one."""
+        """Wait for at least one of these workers, and return what they report."""
 
     @abstractmethod
     def stop(self, worker: Any) -> None:
-        """End a worker, whatever it does."""
+        """Stop a worker, even if it is busy."""
 
 
-def computed(pool: Pool, cells: Sequence[Cell], workers: int) -> Iterator[tuple[Cell, Done]]:
-    """Results as they come.
+def compute_cells(pool: Pool, cells: Sequence[Cell], workers: int) -> Iterator[tuple[Cell, Done]]:
+    """Yield cells with their results, in the order in which they are completed.
 
     Raises:
-        CellsFailedError: at the end, if some failed.
+        CellsFailedError: at the end, if some cells failed.
     """
     waiting = deque(cells)
     busy: dict[Any, Cell] = {}
@@ -98,7 +98,9 @@ def computed(pool: Pool, cells: Sequence[Cell], workers: int) -> Iterator[tuple[
                 busy[worker] = cell
                 pool.send(worker, cell)
             if not busy:
-                raise RuntimeError("no worker could be started; are all processors in use?")
+                raise RuntimeError(
+                    "no worker could be started; free a processor, or use fewer --workers"
+                )
             for worker, outcome in pool.wait(list(busy)):
                 cell = busy.pop(worker)
                 if outcome is not None:
@@ -130,17 +132,22 @@ class _Process:
 
 
 class LocalPool(Pool):
-    """Processes of this machine, with some threads each.
+    """Processes of this machine.
 
-    A process asks for the subjects when it has its first cell. They may be large, and whoever
-    writes more than a pipe holds waits for the reader: so they are written only when the process
-    reads, and to a pipe whose other end nobody else has, so that the writer is told if the process
-    dies meanwhile. The arguments of a spawned process are written without either; they are small.
+    A process requests the subjects when it has its first cell. They may be large, and writing more
+    than a pipe holds blocks until the other end reads. So they are written only when the process
+    reads, and to a pipe whose other end no other process holds, so that writing fails if the
+    process dies meanwhile. The arguments of a spawned process have neither guarantee; they are
+    small.
+
+    Args:
+        subjects: the model and the test set.
+        threads: the number of threads that each process computes with.
     """
 
     def __init__(self, subjects: Subjects, threads: int) -> None:
         self._subjects, self._threads = subjects, threads
-        self._context = multiprocessing.get_context("spawn")  # a GPU does not survive a fork
+        self._context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
 
     def start(self) -> _Process:
         """Start one more process."""
@@ -151,12 +158,12 @@ class LocalPool(Pool):
         return _Process(process, ours)
 
     def send(self, worker: _Process, cell: Cell) -> None:
-        """Through the pipe."""
-        with suppress(OSError):  # it is gone, and ``wait`` will say so
+        """Write a cell to the pipe of a process."""
+        with suppress(OSError):  # the process has died, and ``wait`` will report it
             worker.connection.send(cell)
 
     def wait(self, workers: Sequence[_Process]) -> list[tuple[_Process, Outcome]]:
-        """Return what is in the pipes; the end of one is the end of its process."""
+        """Return what is in the pipes; a closed pipe means that its process has died."""
         found: list[tuple[_Process, Outcome]] = []
         while not found:
             ready = wait([worker.connection for worker in workers])
@@ -174,11 +181,11 @@ class LocalPool(Pool):
         return found
 
     def _hand_over(self, worker: _Process) -> None:
-        """Send the subjects to a process that has asked for them and waits."""
+        """Send the subjects to a process that has requested them and waits."""
         worker.connection.send(self._subjects)
 
     def stop(self, worker: _Process) -> None:
-        """The end of the pipe ends it; if it is busy, kill it: it writes nothing."""
+        """Close the pipe, which ends an idle process, and kill a busy one; it writes no files."""
         worker.connection.close()
         worker.process.join(timeout=1.0)
         worker.process.kill()
@@ -186,11 +193,11 @@ class LocalPool(Pool):
 
 
 class _Request:
-    """What a process sends that needs the subjects."""
+    """The message with which a process requests the subjects."""
 
 
 def _serve(connection: Connection, threads: int) -> None:
-    """A process: cells in, outcomes out, until the pipe ends."""
+    """Compute the cells that come through the pipe, until it is closed."""
     worker: Worker | None = None
     try:
         while True:
@@ -206,18 +213,18 @@ def _serve(connection: Connection, threads: int) -> None:
 def _outcome(worker: Worker, cell: Cell) -> Outcome:
     try:
         return Done(*worker.compute(cell))
-    except Exception as error:  # told to whoever asked, with the name of the cell
+    except Exception as error:  # it is reported with the name of the cell
         return Failed(f"{type(error).__name__}: {error}")
 
 
 class RayPool(Pool):
-    """Actors on a Ray cluster, which must have cpsbs installed on every node.
+    """Actors on a Ray cluster, on every node of which cpsbs must be installed.
 
     Args:
         subjects: the model and the test set.
-        threads: processors that an actor takes.
-        gpus: share of a GPU that an actor takes.
-        address: of a cluster that runs; a local one is started if it is None.
+        threads: the number of processors that an actor occupies, and of threads that it uses.
+        gpus: the share of a GPU that an actor occupies.
+        address: the address of a running cluster; if it is None, a local one is started.
     """
 
     def __init__(
@@ -232,36 +239,36 @@ class RayPool(Pool):
             if there.get(name, 0.0) < amount:
                 raise ValueError(
                     f"the Ray cluster has {there.get(name, 0.0):g} {name}; a worker needs "
-                    f"{amount:g}"
+                    f"{amount:g}. Add nodes, or choose another --device"
                 )
         self._need = {name: amount for name, amount in need.items() if amount > 0}
-        # Neither restarts nor retries by Ray: a dead worker's cell goes to another, and nothing
-        # waits for room that may never come.
+        # Ray must neither restart nor retry: a dead worker's cell goes to another worker, and
+        # nothing waits for resources that may never come.
         self._actor = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_restarts=0)(_Actor)
         self._arguments = (subjects, threads)
         self._pending: dict[Any, Any] = {}
 
     def start(self) -> Any | None:
-        """One more actor, if there is room, or will be in a moment."""
-        deadline = time.monotonic() + ROOM
+        """Start one more actor, if resources are free or become so in a moment."""
+        deadline = time.monotonic() + RESOURCE_TIMEOUT
         while any(self._ray.available_resources().get(n, 0.0) < a for n, a in self._need.items()):
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.1)
         actor = self._actor.remote(*self._arguments)
         try:
-            self._ray.get(actor.ready.remote(), timeout=STARTING)
+            self._ray.get(actor.ready.remote(), timeout=START_TIMEOUT)
         except (self._ray.exceptions.RayActorError, self._ray.exceptions.GetTimeoutError):
             self._ray.kill(actor)
             return None
         return actor
 
     def send(self, worker: Any, cell: Cell) -> None:
-        """A call, whose result comes later."""
+        """Start computing a cell, without waiting for the result."""
         self._pending[worker] = worker.compute.remote(cell)
 
     def wait(self, workers: Sequence[Any]) -> list[tuple[Any, Outcome]]:
-        """What has come."""
+        """Wait for at least one actor, and return what they report."""
         calls = {self._pending[worker]: worker for worker in workers}
         ready, _ = self._ray.wait(list(calls), num_returns=1)
         found: list[tuple[Any, Outcome]] = []
@@ -281,15 +288,15 @@ class RayPool(Pool):
 
 
 class _Actor:
-    """A worker on the cluster."""
+    """A worker on the cluster, as Ray starts it."""
 
     def __init__(self, subjects: Subjects, threads: int) -> None:
         self._worker = Worker(subjects, threads)
 
     def ready(self) -> int:
-        """The process's number, once there is one."""
+        """Return the id of the process, which shows that it has started."""
         return os.getpid()
 
     def compute(self, cell: Cell) -> Outcome:
-        """One cell."""
+        """Compute one cell."""
         return _outcome(self._worker, cell)

@@ -1,4 +1,4 @@
-"""The truth about conditional Poisson beams on a model that is small enough: all paths are summed.
+"""Computes exact inclusion probabilities on small models, by summing over all paths.
 
 π(y) = Σ_{Y_1} … Σ_{Y_T ∋ y} Π_t Q(Y_t | Y_{t−1})                          (eq:monster-inclusion)
 """
@@ -17,7 +17,7 @@ from cpsbs.models.table import Prefix, TableModel
 
 
 def tempered(model: TableModel, temperature: float) -> TableModel:
-    """The model p_τ as a table of its own."""
+    """Return the model at a temperature, p_τ, as a table model."""
 
     def scaled(p: Sequence[float]) -> list[float]:
         return (torch.tensor(p, dtype=torch.float64).log() / temperature).softmax(-1).tolist()
@@ -27,7 +27,7 @@ def tempered(model: TableModel, temperature: float) -> TableModel:
 
 
 def inclusion(model: TableModel, k: int, max_length: int) -> dict[Prefix, float]:
-    """π(y) of every sequence that conditional Poisson stochastic beam search can return."""
+    """Return π(y) of every sequence that conditional Poisson stochastic beam search can return."""
     law: dict[frozenset[Prefix], float] = {frozenset({()}): 1.0}
     p: dict[Prefix, float] = {(): 1.0}
     for _ in range(max_length):
@@ -46,7 +46,7 @@ def inclusion(model: TableModel, k: int, max_length: int) -> dict[Prefix, float]
 
 
 def _extended(model: TableModel, beam: list[Prefix], p: dict[Prefix, float]) -> dict[Prefix, float]:
-    """What the hypotheses can become, with probabilities; a finished one stays as it is."""
+    """Return all one-token extensions with their probabilities; finished hypotheses stay."""
     found: dict[Prefix, float] = {}
     for y in beam:
         if y and y[-1] in model.eos:
@@ -58,7 +58,7 @@ def _extended(model: TableModel, beam: list[Prefix], p: dict[Prefix, float]) -> 
 
 
 def _subsets(candidates: dict[Prefix, float], k: int) -> dict[frozenset[Prefix], float]:
-    """The law of the K that are picked; all, if there are no more."""
+    """Return the law of the K candidates that are selected; all, if there are at most K."""
     names = list(candidates)
     if len(names) <= k:
         return {frozenset(names): 1.0}

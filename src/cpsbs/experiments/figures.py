@@ -1,12 +1,13 @@
-"""Figures of the experiments, for the screen and for print.
+"""Plots the figures of the experiments, for the screen and for print.
 
-The colours are Okabe and Ito's, which people with any kind of colour vision tell apart; lines
+The colours are Okabe and Ito's, which people with any kind of colour vision can tell apart; lines
 differ in their markers as well.
 """
 
 from __future__ import annotations
 
 import io
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,12 +19,17 @@ from cpsbs.experiments.analysis import (
     runtimes,
     trade_offs,
 )
-from cpsbs.experiments.cells import entry_of
+from cpsbs.experiments.cells import look_up
 from cpsbs.experiments.plan import Scale
 from cpsbs.experiments.store import Row
 from cpsbs.extras import required
 
 Figure = Any
+
+PAGE = 11.0
+"""The width of a figure with several panels, in inches; it fills the width of the report."""
+
+WIDEST_PANEL = PAGE / 2
 
 LABELS = {
     "independent": "Monte Carlo",
@@ -63,7 +69,7 @@ PLOT = {
 }
 
 
-def draw(experiment: str, rows: Sequence[Row], scale: Scale) -> list[tuple[str, Figure]]:
+def plot(experiment: str, rows: Sequence[Row], scale: Scale) -> list[tuple[str, Figure]]:
     """Return the figures of an experiment, with their names.
 
     Raises:
@@ -90,15 +96,15 @@ def draw(experiment: str, rows: Sequence[Row], scale: Scale) -> list[tuple[str, 
         "runtime": {"runtime": lambda: _runtime(rows)},
         "hindsight": {"hindsight": lambda: _hindsight(rows)},
     }
-    chosen = entry_of("experiment", experiment, figures)
+    chosen = look_up("experiment", experiment, figures)
     matplotlib: Any = required("matplotlib", "plots")
     matplotlib.use("agg")
     with matplotlib.rc_context(PLOT):
         return [(name, make()) for name, make in chosen.items()]
 
 
-def saved(figure: Figure, kind: str) -> bytes:
-    """A figure as SVG or PNG; the same figure gives the same bytes."""
+def image(figure: Figure, kind: str) -> bytes:
+    """Return a figure as SVG or PNG; the same figure gives the same bytes."""
     out = io.BytesIO()
     metadata = {"Date": None} if kind == "svg" else {}
     with required("matplotlib", "plots").rc_context(PLOT):
@@ -106,7 +112,9 @@ def saved(figure: Figure, kind: str) -> bytes:
     return out.getvalue()
 
 
-def _panels(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+def _panels(rows: int, columns: int, height: float) -> tuple[Figure, Any]:
+    """Return a figure with a grid of panels, each of that height in inches."""
+    width = min(PAGE / columns, WIDEST_PANEL)
     pyplot: Any = required("matplotlib.pyplot", "plots")
     figure, axes = pyplot.subplots(
         rows, columns, figsize=(width * columns, height * rows), squeeze=False
@@ -130,11 +138,11 @@ def _line(axis: Any, design: str, x: Sequence[float], y: Sequence[float], **more
 
 
 Curve = tuple[str, float | None, str, str, str]
-"""Of estimates: design, nucleus, label, colour, marker."""
+"""A curve of estimates: design, nucleus, label, colour and marker."""
 
 
 def _of_designs(rows: Sequence[Row]) -> list[Curve]:
-    """One for each design, over all tokens."""
+    """Return a curve for each design, without truncation."""
     designs = dict.fromkeys(row["design"] for row in rows if "f" in row)
     return [(design, None, LABELS[design], *STYLES[design]) for design in designs]
 
@@ -148,9 +156,9 @@ TRUNCATION: list[Curve] = [
 def _values(
     rows: Sequence[Row], scale: Scale, f: str, normalized: bool, curves: Sequence[Curve]
 ) -> Figure:
-    """Mean and deviation over the repeats against K; a row a sentence, a column a temperature."""
+    """Plot mean and deviation against K, with a row per sentence, a column per temperature."""
     found = Estimates(rows, scale, f, normalized)
-    figure, axes = _panels(len(scale.lines), len(scale.temperatures), 2.7, 2.2)
+    figure, axes = _panels(len(scale.lines), len(scale.temperatures), 2.2)
     for r, line in enumerate(scale.lines):
         for c, temperature in enumerate(scale.temperatures):
             axis = axes[r, c]
@@ -166,6 +174,7 @@ def _values(
             if truth is not None:
                 axis.axhline(truth.value, color="black", linewidth=0.8, linestyle=":")
             _limit(axis, found, line, temperature)
+            axis.set_xticks(scale.sizes)
             if r == 0:
                 axis.set_title(f"τ = {temperature}")
             if c == 0:
@@ -177,26 +186,29 @@ def _values(
 
 
 def _limit(axis: Any, found: Estimates, line: int, temperature: float) -> None:
-    """Show the middle of the picture: estimates with heavy tails would flatten all others."""
+    """Limit the axis to the bulk of the values, since heavy-tailed estimates flatten all others."""
     middle = [
         value
-        for (where, t, _, design, _), s in found.spread.items()
-        if (where, t) == (line, temperature) and design in ALWAYS_PLAIN
+        for (sentence, t, _, design, _), s in found.spread.items()
+        if (sentence, t) == (line, temperature) and design in ALWAYS_PLAIN
         for value in (s.mean - 2 * s.deviation, s.mean + 2 * s.deviation)
     ]
     if middle and max(middle) > min(middle):
-        axis.set_ylim(min(middle), max(middle))
+        margin = 0.05 * (max(middle) - min(middle))
+        axis.set_ylim(min(middle) - margin, max(middle) + margin)
 
 
 def _rmse(rows: Sequence[Row], scale: Scale, f: str) -> Figure:
-    """RMSE against K, averaged over the sentences; a panel a temperature."""
+    """Plot the RMSE against K, averaged over the sentences, with one panel per temperature."""
     found = Estimates(rows, scale, f, normalized=True).rmse()
-    figure, axes = _panels(1, len(scale.temperatures), 2.8, 2.8)
+    figure, axes = _panels(1, len(scale.temperatures), 2.8)
     for axis, temperature in zip(axes[0], scale.temperatures, strict=True):
         for design in dict.fromkeys(key[2] for key in found):
             sizes = [k for k in scale.sizes if (temperature, k, design) in found]
-            _line(axis, design, sizes, [found[temperature, k, design] for k in sizes])
+            errors = (found[temperature, k, design] for k in sizes)
+            _line(axis, design, sizes, [error or math.nan for error in errors])  # no zeros
         axis.set_yscale("log")
+        axis.set_xticks(scale.sizes)
         axis.set_title(f"τ = {temperature}")
         axis.set_xlabel("K")
     axes[0, 0].set_ylabel(f"RMSE of {f}")
@@ -205,9 +217,9 @@ def _rmse(rows: Sequence[Row], scale: Scale, f: str) -> Figure:
 
 
 def _diversity(rows: Sequence[Row], scale: Scale) -> Figure:
-    """BLEU, mean with min and max, against D; a panel a K, a point a temperature."""
+    """Plot min, mean and max BLEU against D: one panel per K, one point per temperature."""
     found = trade_offs(rows)
-    figure, axes = _panels(1, len(scale.decoding_sizes), 3.6, 3.4)
+    figure, axes = _panels(1, len(scale.decoding_sizes), 3.4)
     for axis, k in zip(axes[0], scale.decoding_sizes, strict=True):
         for design in dict.fromkeys(key[1] for key in found):
             points = [found[key] for key in sorted(found) if key[:2] == (k, design)]
@@ -224,10 +236,10 @@ def _diversity(rows: Sequence[Row], scale: Scale) -> Figure:
 
 
 def _runtime(rows: Sequence[Row]) -> Figure:
-    """Seconds a sentence against K; a panel a device."""
+    """Plot seconds per sentence against K, with one panel per device."""
     found = runtimes(rows)
     devices = list(dict.fromkeys(key[0] for key in found))
-    figure, axes = _panels(1, max(1, len(devices)), 4.2, 3.2)
+    figure, axes = _panels(1, max(1, len(devices)), 3.2)
     for axis, device in zip(axes[0], devices, strict=False):
         for design in dict.fromkeys(key[1] for key in found):
             sizes = sorted(k for d, name, k in found if (d, name) == (device, design))
@@ -235,14 +247,15 @@ def _runtime(rows: Sequence[Row]) -> Figure:
         axis.set_title(device)
         axis.set_xlabel("K")
         axis.set_ylim(bottom=0)
-    axes[0, 0].set_ylabel("seconds a sentence")
+        axis.locator_params(axis="x", integer=True)
+    axes[0, 0].set_ylabel("seconds per sentence")
     _legend(figure, axes)
     return figure
 
 
 def _hindsight(rows: Sequence[Row]) -> Figure:
-    """Left, on an enumerable model, the error of log π; right the deviation of expected BLEU."""
-    figure, axes = _panels(1, 2, 4.0, 3.2)
+    """Plot the error of log π on an enumerable model (left), and the deviation of BLEU (right)."""
+    figure, axes = _panels(1, 2, 3.2)
     error, deviation = inclusion_error(rows), hindsight_deviation(rows)
     colours = ("#0072B2", "#009E73", "#E69F00", "#D55E00")
     for axis, curves, label in (

@@ -1,4 +1,4 @@
-"""Which cells the experiments need."""
+"""Lists the cells that each experiment needs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpsbs import __version__
-from cpsbs.experiments.cells import Cell, entry_of
+from cpsbs.experiments.cells import Cell, look_up
 
 EXPERIMENTS = {
     "bleu": "estimates of expected BLEU against sample size, normalised",
@@ -30,7 +30,7 @@ ESTIMATORS = (
     "calibrated",
     "stratified",
 )
-"""Designs that estimates are compared of."""
+"""The designs whose estimates are compared."""
 
 DECODERS = (
     "conditional-poisson",
@@ -40,18 +40,18 @@ DECODERS = (
     "arithmetic",
     "stratified",
 )
-"""Designs that sets of translations are compared of."""
+"""The designs whose sets of translations are compared."""
 
 CPU = "CPU"
-"""How the names of processors that time is measured on begin; other names are of GPUs."""
+"""The beginning of a device name that means a CPU; all other devices are GPUs."""
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How much of everything."""
+    """The size of the experiments: sentences, temperatures, sample sizes and repeats."""
 
     lines: tuple[int, ...] = (1500, 2000, 2500)
-    """Sentences of the test set, counted from 0, as the paper's reference code counts."""
+    """Sentences to make estimates for, counted from 0 as in the paper's code."""
     temperatures: tuple[float, ...] = (0.1, 0.2, 0.3, 0.5)
     sizes: tuple[int, ...] = (1, 2, 5, 10, 15, 20)
     repeats: int = 20
@@ -62,7 +62,7 @@ class Scale:
     decoding_temperatures: tuple[float, ...] = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
     decoding_sizes: tuple[int, ...] = (5, 10, 20)
     decoding_sentences: int | None = None
-    """Of the test set; all if None."""
+    """The number of sentences to decode for ``diversity``; all if None."""
     decoding_block: int = 128
     runtime_sizes: tuple[int, ...] = (1, 2, 5, 10, 20, 50)
     runtime_repeats: int = 3
@@ -88,32 +88,32 @@ QUICK = Scale(
     hindsight_runs=4,
     hindsight_size=3,
 )
-"""A small honest version: everything once, little of each."""
+"""A small version of every experiment, whose verdicts are not reliable."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What the experiments are made on; the fingerprints tell models and test sets apart."""
+    """The model and the test set of the experiments, which fingerprints identify."""
 
     model: str
     model_fingerprint: str
     texts_fingerprint: str
     sentences: int
     devices: tuple[str, ...]
-    """Names of what time is measured on; other results do not depend on it."""
+    """The names of the devices that time is measured on; other results do not depend on them."""
     dtype: str
-    """What the model computes in, but for times."""
+    """The dtype that the model computes in, except for times."""
     cpu_dtype: str
-    """What it computes in where time is measured on a CPU."""
+    """The dtype for times on a CPU."""
     gpu_dtype: str
-    """What it computes in where time is measured on a GPU."""
+    """The dtype for times on a GPU."""
 
     def settings(self, dtype: str | None = None) -> dict[str, Any]:
-        """Return what every cell depends on that uses the model, in its own dtype or another.
+        """Return the settings of every cell that uses the model, with another dtype if given.
 
-        The device is not among it. A CPU and a GPU round in different ways and draw different
+        The device is not among them. A CPU and a GPU round in different ways and draw different
         random numbers, but both estimate the same quantities of the same model, so that a run may
-        begin on one and go on on the other, given the same dtype. Only times depend on the device.
+        start on one and continue on the other with the same dtype. Only times depend on the device.
         """
         return {
             "model": self.model,
@@ -124,13 +124,13 @@ class Subject:
         }
 
     def settings_on(self, device: str) -> dict[str, Any]:
-        """Return what a cell depends on that measures time on a device."""
+        """Return the settings of a cell that measures time on a device."""
         dtype = self.cpu_dtype if device.startswith(CPU) else self.gpu_dtype
         return self.settings(dtype) | {"device": device}
 
 
 def plan(experiments: Iterable[str], scale: Scale, subject: Subject) -> list[Cell]:
-    """Return every cell that is needed, once; those that measure time come last.
+    """Return every cell that is needed, once; cells that measure time come last.
 
     Raises:
         ValueError: if an experiment is unknown.
@@ -147,7 +147,7 @@ def plan(experiments: Iterable[str], scale: Scale, subject: Subject) -> list[Cel
     }
     found: dict[str, Cell] = {}
     for experiment in experiments:
-        for cell in entry_of("experiment", experiment, makers)(scale, subject):
+        for cell in look_up("experiment", experiment, makers)(scale, subject):
             found.setdefault(cell.name, cell)
     return sorted(found.values(), key=lambda cell: cell.kind == "runtime")
 
@@ -223,13 +223,13 @@ def _estimates_cell(
 def _diversity(scale: Scale, subject: Subject) -> list[Cell]:
     count = min(scale.decoding_sentences or subject.sentences, subject.sentences)
     cells = []
-    # Cells of one shape stand together: a worker keeps what it has prepared for the last few.
+    # Cells of one shape are adjacent, because a worker keeps the buffers of the last few shapes.
     blocks = range(0, count, scale.decoding_block)
     for first, k, design in itertools.product(blocks, scale.decoding_sizes, DECODERS):
         last = min(first + scale.decoding_block, count)
         for temperature in scale.decoding_temperatures:
             settings = {
-                # In order of length, so that a block's sentences are alike.
+                # Ranks by length, so that the sentences of a block have similar lengths.
                 "ranks": [first, last],
                 "of": count,
                 "k": k,
@@ -291,7 +291,7 @@ def _hindsight(scale: Scale, subject: Subject) -> list[Cell]:
                 "temperature": t,
                 "repeats": scale.repeats,
                 "runs": scale.hindsight_runs,
-                # A table in place of the model, whatever that computes in.
+                # These are computed on a table model, whatever dtype the real model has.
                 "dtype": "float64",
                 "version": __version__,
             },

@@ -1,36 +1,62 @@
-"""Figures, tables and a report, from what is stored."""
+"""Writes figures, tables and a report in HTML, from stored results only."""
 
 from __future__ import annotations
 
-import csv
 import html
-import io
 import json
 import platform
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cpsbs.experiments.analysis import Estimates, hindsight_deviation, runtimes, trade_offs
-from cpsbs.experiments.cells import entry_of
-from cpsbs.experiments.claims import Claim, claims
-from cpsbs.experiments.figures import LABELS, draw, saved
+from cpsbs.experiments.cells import look_up
+from cpsbs.experiments.claims import Claim
+from cpsbs.experiments.figures import PAGE, image, plot
 from cpsbs.experiments.plan import EXPERIMENTS, Scale
 from cpsbs.experiments.store import Row, replacing
+from cpsbs.experiments.tables import TableRows, cell_text, csv_text, markdown, tables
 
-TableRows = list[dict[str, Any]]
+QUICK_RUN = "quick run"
+"""The label beside every verdict of a quick run."""
 
 STYLE = """
+:root { color-scheme: light dark; --text: #222; --page: #fff; --line: #ddd; --code: #f3f3f3;
+        --yes: #00724f; --no: #b34700; --partly: #7a6000; --faint: #666; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #ddd; --page: #16181c; --line: #3a3d44; --code: #2a2d33;
+          --yes: #4cc79f; --no: #ff9559; --partly: #e0c252; --faint: #9a9ea6; } }
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem;
-       color: #222; background: #fff; }
-h1, h2 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid #ddd; padding-top: 1rem; }
-figure { margin: 1rem 0; overflow-x: auto; } svg { max-width: 100%; height: auto; }
+       color: var(--text); background: var(--page); }
+h1, h2 { line-height: 1.2; }
+h2 { margin-top: 3rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+figure { margin: 1rem 0; overflow-x: auto; background: #fff; border-radius: 0.3rem; }
+figure svg { display: block; height: auto; margin: 0 auto; }
+.scroll { overflow-x: auto; } details .scroll { max-height: 28rem; overflow-y: auto; }
 table { border-collapse: collapse; font-size: 0.85rem; margin: 1rem 0; }
-th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid #ddd; text-align: left; }
-.scroll { overflow-x: auto; max-height: 28rem; } .yes { color: #00724f; } .no { color: #b34700; }
-.partly { color: #8a6d00; } code { background: #f3f3f3; padding: 0 0.2rem; }
+th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); text-align: left;
+         vertical-align: top; }
+.yes { color: var(--yes); } .no { color: var(--no); } .partly { color: var(--partly); }
+.label { color: var(--faint); white-space: nowrap; }
+.settings { display: grid; grid-template-columns: repeat(auto-fit, minmax(20rem, 1fr));
+            gap: 0 2rem; }
+.settings td { overflow-wrap: anywhere; }
+code { background: var(--code); padding: 0 0.2rem; }
+@media (max-width: 44rem) { .settings { grid-template-columns: 1fr; }
+  figure svg { margin: 0; width: auto !important; } figure svg.wide { min-width: 50rem; }
+  .claims thead { display: none; } .claims tr, .claims td { display: block; }
+  .claims td { border: 0; padding: 0; } .claims td:first-child { font-weight: bold; }
+  .claims tr { border-bottom: 1px solid var(--line); padding: 0.5rem 0; } }
 """
+
+
+@dataclass(frozen=True)
+class _Image:
+    """A figure as SVG, and the share of the page's width that it takes."""
+
+    svg: str
+    width: float
 
 
 def write_report(
@@ -38,125 +64,45 @@ def write_report(
     experiments: Sequence[str],
     rows: Sequence[Row],
     scale: Scale,
-    settings: Mapping[str, Any],
+    found: Sequence[Claim],
+    settings: Mapping[str, Mapping[str, Any]],
+    quick: bool = False,
 ) -> Path:
-    """Write figures, tables and ``report.html`` into the folder; returns the report's file."""
-    figures: dict[str, list[tuple[str, str]]] = {}
+    """Write figures, tables and ``report.html``, and return the path of the report.
+
+    Args:
+        folder: the folder to write to.
+        experiments: the experiments to report on.
+        rows: the stored rows of these experiments.
+        scale: the size of the experiments.
+        found: the claims with their verdicts.
+        settings: groups of settings, for ``settings.json`` and the report.
+        quick: whether this was a quick run, which is stated beside every verdict.
+    """
+    images: dict[str, list[_Image]] = {}
     for experiment in experiments:
-        figures[experiment] = []
-        for name, figure in draw(experiment, rows, scale):
-            svg = saved(figure, "svg")
+        images[experiment] = []
+        for name, figure in plot(experiment, rows, scale):
+            svg = image(figure, "svg")
             _write(folder / "figures" / f"{name}.svg", svg)
-            _write(folder / "figures" / f"{name}.png", saved(figure, "png"))
-            figures[experiment].append((name, svg.decode()))
-    found = claims(experiments, rows, scale)
-    written = {experiment: tables(experiment, rows, scale) for experiment in experiments}
-    for some in ({"claims": _claim_table(found)}, *written.values()):
+            _write(folder / "figures" / f"{name}.png", image(figure, "png"))
+            width = min(1.0, figure.get_figwidth() / PAGE)
+            images[experiment].append(_Image(svg.decode(), width))
+    by_experiment = {name: tables(name, rows, scale) for name in experiments}
+    for some in ({"claims": _claim_table(found, quick)}, *by_experiment.values()):
         for name, table in some.items():
             if table:
                 _write(folder / "tables" / f"{name}.md", markdown(table).encode())
-                _write(folder / "tables" / f"{name}.csv", _csv(table).encode())
-    told = {**settings, "versions": versions()}
-    _write(folder / "settings.json", json.dumps(told, indent=1).encode() + b"\n")
+                _write(folder / "tables" / f"{name}.csv", csv_text(table).encode())
+    all_settings = {**settings, "versions": versions()}
+    _write(folder / "settings.json", json.dumps(all_settings, indent=1).encode() + b"\n")
     file = folder / "report.html"
-    _write(file, _html(experiments, figures, found, written, told).encode())
+    _write(file, _html(experiments, images, found, by_experiment, all_settings, quick).encode())
     return file
 
 
-def tables(experiment: str, rows: Sequence[Row], scale: Scale) -> dict[str, TableRows]:
-    """Return the numbers behind the figures of an experiment, by the names of their tables.
-
-    Raises:
-        ValueError: if the experiment is unknown.
-    """
-
-    def spread() -> dict[str, TableRows]:
-        return {experiment: _spread_table(experiment, rows, scale)}
-
-    makers: dict[str, Callable[[], dict[str, TableRows]]] = {
-        "bleu": spread,
-        "bleu-unnormalized": spread,
-        "entropy": spread,
-        "truncation": spread,
-        "rmse": lambda: _rmse_tables(rows, scale),
-        "diversity": lambda: {"diversity": _diversity_table(rows)},
-        "runtime": lambda: {"runtime": _runtime_table(rows)},
-        "hindsight": lambda: {"hindsight": _hindsight_table(rows)},
-    }
-    return entry_of("experiment", experiment, makers)()
-
-
-def _spread_table(experiment: str, rows: Sequence[Row], scale: Scale) -> TableRows:
-    f = "entropy" if experiment == "entropy" else "BLEU"
-    spread = Estimates(rows, scale, f, experiment != "bleu-unnormalized").spread
-    kept = ("conditional-poisson",) if experiment == "truncation" else tuple(LABELS)
-    return [
-        {
-            "sentence": line,
-            "τ": temperature,
-            "K": k,
-            "design": LABELS[design] + ("" if nucleus is None else f", {nucleus}"),
-            "mean": s.mean,
-            "deviation": s.deviation,
-        }
-        for (line, temperature, k, design, nucleus), s in spread.items()
-        if design in kept and (nucleus is None or experiment == "truncation")
-    ]
-
-
-def _diversity_table(rows: Sequence[Row]) -> TableRows:
-    return [
-        {
-            "K": k,
-            "design": LABELS[design],
-            "τ or strength": temperature,
-            "D": t.diversity,
-            "min BLEU": t.least,
-            "mean": t.mean,
-            "max": t.most,
-            "sentences": t.sentences,
-        }
-        for (k, design, temperature), t in sorted(trade_offs(rows).items())
-    ]
-
-
-def _runtime_table(rows: Sequence[Row]) -> TableRows:
-    return [
-        {"device": device, "design": LABELS[design], "K": k, "seconds": seconds}
-        for (device, design, k), seconds in runtimes(rows).items()
-    ]
-
-
-def _hindsight_table(rows: Sequence[Row]) -> TableRows:
-    return [
-        {"τ": t, "normalised": "yes" if normalized else "", "M": m or "own path", "deviation": v}
-        for (t, normalized, m), v in hindsight_deviation(rows).items()
-    ]
-
-
-def _rmse_tables(rows: Sequence[Row], scale: Scale) -> dict[str, TableRows]:
-    found: dict[str, TableRows] = {}
-    variances: TableRows = []
-    for f in ("BLEU", "entropy", "entropy RB"):
-        estimates = Estimates(rows, scale, f, normalized=True)
-        errors = estimates.rmse()
-        designs = list(dict.fromkeys(key[2] for key in errors))
-        found[f"rmse-{f.lower().replace(' ', '-')}"] = [
-            {"τ": t, "K": k} | {LABELS[d]: errors.get((t, k, d), "") for d in designs}
-            for t, k in dict.fromkeys(key[:2] for key in errors)
-        ]
-        if f != "entropy RB":
-            for line in dict.fromkeys(key[0] for key in estimates.truth):
-                row: dict[str, Any] = {"f": f, "sentence": line}
-                for temperature in scale.temperatures:
-                    truth = estimates.truth.get((line, temperature))
-                    row[f"τ = {temperature}"] = "" if truth is None else truth.variance
-                variances.append(row)
-    return found | {"baseline-variance": variances}
-
-
 def versions() -> dict[str, str]:
-    """Of what was used to draw the report."""
+    """Return the versions of Python and of the packages that made the report."""
     found = {"python": platform.python_version()}
     for package in ("cpsbs", "torch", "transformers", "numpy", "sacrebleu", "matplotlib", "ray"):
         try:
@@ -166,58 +112,51 @@ def versions() -> dict[str, str]:
     return found
 
 
-def markdown(rows: TableRows) -> str:
-    """A table."""
-    names = list(rows[0])
-    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
-    lines += ["| " + " | ".join(_cell(row[name]) for name in names) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
-
-
-def _csv(rows: TableRows) -> str:
-    out = io.StringIO()
-    writer = csv.DictWriter(out, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return out.getvalue()
-
-
-def _claim_table(found: Sequence[Claim]) -> TableRows:
+def _claim_table(found: Sequence[Claim], quick: bool) -> TableRows:
+    label = f" ({QUICK_RUN})" if quick else ""
     return [
-        {"experiment": c.experiment, "the paper": c.said, "measured": c.seen, "holds": c.holds}
+        {
+            "experiment": c.experiment,
+            "the paper": c.statement,
+            "measured": c.measured,
+            "holds": c.verdict + label,
+        }
         for c in found
     ]
 
 
 def _html(
     experiments: Sequence[str],
-    figures: Mapping[str, list[tuple[str, str]]],
+    images: Mapping[str, Sequence[_Image]],
     found: Sequence[Claim],
-    written: Mapping[str, dict[str, TableRows]],
-    settings: Mapping[str, Any],
+    by_experiment: Mapping[str, dict[str, TableRows]],
+    settings: Mapping[str, Mapping[str, Any]],
+    quick: bool,
 ) -> str:
     parts = ["<h1>Conditional Poisson stochastic beams: the experiments</h1>"]
-    parts.append("<h2>Claim by claim</h2>" + _html_table(_claim_table(found), verdict="holds"))
+    if quick:
+        parts.append(
+            f"<p><b>This is a {QUICK_RUN}</b>: every experiment with few repeats and sizes. Its "
+            "verdicts are not reliable; leave out <code>--quick</code> for the full experiments."
+            "</p>"
+        )
+    parts.append(f"<h2>Claim by claim</h2>{_html_claims(found, quick)}")
     for experiment in experiments:
-        title = html.escape(EXPERIMENTS[experiment])
+        title = html.escape(look_up("experiment", experiment, EXPERIMENTS))
         parts.append(f"<h2>{html.escape(experiment)}: {title}</h2>")
-        parts += [f"<figure>{_inline(svg)}</figure>" for _, svg in figures[experiment]]
+        parts += [_html_figure(each) for each in images[experiment]]
         for claim in found:
             if claim.experiment == experiment:
                 parts.append(
-                    f"<p><b>Said:</b> {_text(claim.said)} <b>Measured:</b> {_text(claim.seen)}</p>"
+                    f"<p><b>Claim:</b> {_text(claim.statement)} <b>Measured:</b> "
+                    f"{_text(claim.measured)} <b>Holds:</b> {_html_verdict(claim, quick)}</p>"
                 )
-        for name, table in written[experiment].items():
+        for name, table in by_experiment[experiment].items():
             parts.append(
                 f"<details><summary>{html.escape(name)}, {len(table)} rows</summary>"
-                f'<div class="scroll">{_html_table(table)}</div></details>'
+                f"{_html_table(table)}</details>"
             )
-    told = html.escape(json.dumps(settings, indent=1))
-    parts.append(f"<h2>Settings and versions</h2><pre>{told}</pre>")
+    parts.append(f"<h2>Settings and versions</h2>{_html_settings(settings)}")
     body = "\n".join(parts)
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -227,31 +166,62 @@ def _html(
     )
 
 
-def _inline(svg: str) -> str:
-    """The picture alone, without what an SVG file has before it."""
-    return svg[svg.index("<svg") :]
+def _html_figure(each: _Image) -> str:
+    """Return a figure that takes its share of the page's width, and scrolls on narrow screens."""
+    svg = each.svg[each.svg.index("<svg") :]  # without the XML declaration
+    kind = ' class="wide"' if each.width > 0.6 else ""
+    style = f'style="width: {100 * each.width:.0f}%"'
+    return f"<figure><svg{kind} {style}{svg.removeprefix('<svg')}</figure>"
+
+
+def _html_verdict(claim: Claim, quick: bool) -> str:
+    label = f' <span class="label">({QUICK_RUN})</span>' if quick else ""
+    return f'<span class="{claim.verdict}">{claim.verdict}</span>{label}'
+
+
+def _html_claims(found: Sequence[Claim], quick: bool) -> str:
+    columns = ("experiment", "the paper", "measured", "holds")
+    rows = [
+        [_text(c.experiment), _text(c.statement), _text(c.measured), _html_verdict(c, quick)]
+        for c in found
+    ]
+    return _html_cells(columns, rows, "claims")
+
+
+def _html_settings(settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return one table per group of settings, side by side where there is room."""
+    groups = []
+    for group, values in settings.items():
+        rows = [[_text(name.replace("_", " ")), _text(_setting(v))] for name, v in values.items()]
+        groups.append(f"<div>{_html_cells((group, 'value'), rows)}</div>")
+    return f'<div class="settings">{"".join(groups)}</div>'
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
+    return "–" if value is None else str(value)
+
+
+def _html_table(rows: TableRows) -> str:
+    cells = [[_text(cell_text(value)) for value in row.values()] for row in rows]
+    return _html_cells(tuple(rows[0]) if rows else (), cells)
+
+
+def _html_cells(columns: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "") -> str:
+    """Return a table of a kind that ``STYLE`` knows, whose cells are HTML."""
+    if not rows:
+        return "<p>Nothing was computed.</p>"
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    table = f'<table class="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+    return f'<div class="scroll">{table}</div>'
 
 
 def _text(text: str) -> str:
-    """Escaped, with `code` marked."""
+    """Return the text as HTML, with `code` marked."""
     pieces = html.escape(text).split("`")
     return "".join(f"<code>{p}</code>" if i % 2 else p for i, p in enumerate(pieces))
-
-
-def _html_table(rows: TableRows, verdict: str | None = None) -> str:
-    if not rows:
-        return "<p>Nothing was computed.</p>"
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
-    lines = []
-    for row in rows:
-        cells = "".join(
-            f'<td class="{value}">{value}</td>'
-            if name == verdict
-            else f"<td>{_text(_cell(value))}</td>"
-            for name, value in row.items()
-        )
-        lines.append(f"<tr>{cells}</tr>")
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
 
 
 def _write(file: Path, data: bytes) -> None:

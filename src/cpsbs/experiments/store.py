@@ -1,7 +1,7 @@
-"""Results on the disk: a Parquet file for each cell, which is there and complete, or is not there.
+"""Stores results on the disk: one Parquet file per cell, either complete or absent.
 
-A file counts as a result only if it reads whole and says of itself that it is the result of this
-very cell. Files get damaged, cut short, renamed and copied; those are computed again.
+A file counts as a result only if it can be read completely and names this very cell as its own.
+Cells whose files were damaged, cut short, renamed or copied are computed again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cpsbs.extras import required
 Row = dict[str, Any]
 
 Stamp = tuple[int, int, int]
-"""Changes whenever a file does: its inode, its size and when it was modified."""
+"""The inode, size and modification time of a file, which change whenever the file does."""
 
 METADATA = (b"cell", b"seconds", b"digest")
-"""What every file says of itself."""
+"""The metadata that every file has."""
 
 
 @dataclass(frozen=True)
 class _Result:
-    """The content of a file that reads whole."""
+    """The content of a file that can be read completely."""
 
     cell: str
-    """The identity of the cell that it is the result of."""
+    """The identity of the cell whose result this is."""
     seconds: float
     table: Any
 
@@ -43,14 +43,14 @@ class Store:
     """A folder of results.
 
     Args:
-        folder: results are kept in its subfolder ``cells``, which the first one creates.
+        folder: results are in its subfolder ``cells``, which the first result creates.
     """
 
     def __init__(self, folder: Path) -> None:
         self._pyarrow: Any = required("pyarrow", "parquet")
         self._parquet: Any = required("pyarrow.parquet", "parquet")
         self.folder = folder / "cells"
-        # Thousands of files are asked for again and again; each is read once, until it changes.
+        # Thousands of files are needed again and again; each is read once, until it changes.
         self._read: dict[str, tuple[Stamp, _Result | str]] = {}
 
     def has(self, cell: Cell) -> bool:
@@ -58,14 +58,14 @@ class Store:
         return isinstance(self._find(cell), _Result)
 
     def unusable(self, cells: Iterable[Cell]) -> list[str]:
-        """Return a phrase about each file that has the name of one of these cells and is no result
-        of it.
+        """Return a phrase about each file that is named after one of these cells, but is not its
+        result.
         """
         found = ((self._file(cell), self._find(cell)) for cell in cells)
         return [f"{file} cannot be used ({why})" for file, why in found if isinstance(why, str)]
 
     def write(self, cell: Cell, rows: list[Row], seconds: float) -> None:
-        """Keep the rows of a cell, and how long it took, in place of what its file was before."""
+        """Store the rows of a cell, and how long it took, in place of its previous file."""
         table = self._pyarrow.Table.from_pylist(rows)
         metadata = {"cell": cell.identity, "seconds": repr(float(seconds))}
         metadata["digest"] = _digest(metadata["cell"], metadata["seconds"], table)
@@ -85,13 +85,13 @@ class Store:
         return found
 
     def devices(self) -> list[str]:
-        """Return the names of all devices that there are times of, by whatever machine."""
+        """Return the names of all devices that there are times for, on whatever machine."""
         results = [self._content(file) for file in self.folder.glob("runtime-*.parquet")]
         cells = [json.loads(r.cell) for r in results if isinstance(r, _Result)]
         return sorted({settings["device"] for kind, settings in cells if kind == "runtime"})
 
     def seconds(self, cell: Cell) -> float:
-        """Return how long a cell took whose result is there."""
+        """Return how long a stored cell took."""
         result = self._find(cell)
         if not isinstance(result, _Result):
             raise ValueError(f"there is no result of {cell.name} in {self.folder}; compute it")
@@ -101,14 +101,14 @@ class Store:
         return self.folder / f"{cell.name}.parquet"
 
     def _find(self, cell: Cell) -> _Result | str | None:
-        """The result of a cell, why its file is none, or None if there is no file."""
+        """Return the result of a cell, why its file is unusable, or None if there is no file."""
         found = self._content(self._file(cell))
         if isinstance(found, _Result) and found.cell != cell.identity:
             return "it is the result of another cell"
         return found
 
     def _content(self, file: Path) -> _Result | str | None:
-        """What a file holds, why it cannot be used, or None if there is no file."""
+        """Return the content of a file, why it is unusable, or None if there is no file."""
         try:
             status = file.lstat()
         except FileNotFoundError:
@@ -129,29 +129,29 @@ class Store:
             cell, seconds, digest = (metadata[name].decode() for name in METADATA)
             intact = digest == _digest(cell, seconds, table)
         except KeyError:
-            return "it does not say which cell it is the result of"
-        except Exception as error:  # bytes that are no result can fail anywhere within Arrow
+            return "it does not name the cell whose result it is"
+        except Exception as error:  # arbitrary bytes can fail anywhere within Arrow
             return f"it cannot be read: {type(error).__name__}"
         if not intact:
-            return "its content is not what was written"
+            return "its content differs from what was written"
         return _Result(cell, float(seconds), table)
 
 
 def _digest(cell: str, seconds: str, table: Any) -> str:
-    """Of all that a file holds; from the values, which other versions of Arrow read alike."""
-    said = json.dumps([cell, seconds, table.to_pydict()])
-    return hashlib.sha256(said.encode()).hexdigest()
+    """Return a digest of the content of a file, which is the same in every version of Arrow."""
+    content = json.dumps([cell, seconds, table.to_pydict()])
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 @contextmanager
 def replacing(file: Path) -> Iterator[IO[bytes]]:
-    """Open a new file for writing, which takes the place of ``file`` when it is on the disk.
+    """Open a new file for writing, which replaces ``file`` once it is on the disk.
 
-    If the block fails, everything is as it was. A link in that place is replaced and not followed;
-    a folder is moved aside, as it may hold something that is needed.
+    If the block fails, nothing has changed. A link at that path is replaced and not followed; a
+    folder is moved aside, since it may contain something that is needed.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    # The name is new: no other process has this file open, and it is no link to anything.
+    # The name is unique: no other process has this file open, and it is not a link.
     partial = file.with_name(f"{file.name}.{uuid4().hex}.partial")
     try:
         with partial.open("xb") as out:
@@ -164,7 +164,7 @@ def replacing(file: Path) -> Iterator[IO[bytes]]:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-    if os.name == "posix":  # elsewhere a folder cannot be opened
+    if os.name == "posix":  # other systems cannot open a folder
         folder = os.open(file.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

@@ -1,0 +1,221 @@
+"""Defines ``cpsbs estimate``: expectations under the model, with their errors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from cpsbs.cli.batches import default_batch_size
+from cpsbs.cli.draws import check_draw, chosen_design, draw_with, load_quietly
+from cpsbs.cli.formats import read_wide
+from cpsbs.cli.inputs import read_prompts, read_references, read_texts
+from cpsbs.cli.options import (
+    DRAW,
+    MOST,
+    Anneal,
+    BatchSize,
+    Chat,
+    DesignName,
+    Device,
+    Dtype,
+    Estimator,
+    File,
+    Function,
+    Gguf,
+    Json,
+    K,
+    MaxLength,
+    Mean,
+    ModelName,
+    Nucleus,
+    Output,
+    ReferenceFile,
+    References,
+    RemoteCode,
+    Seed,
+    Skip,
+    Temperature,
+    Texts,
+)
+from cpsbs.cli.outputs import Record
+from cpsbs.cli.running import Job, printer, reporting_errors
+from cpsbs.cli.terminal import visible
+from cpsbs.designs import DEFAULT_DESIGN, DESIGNS, Design
+from cpsbs.estimation.estimate import estimate
+from cpsbs.estimation.functions import Bleu, Entropy, Length
+from cpsbs.estimation.inclusion import hindsight_inclusion
+from cpsbs.estimation.result import Estimate
+from cpsbs.randomness import split_seed
+
+
+def estimate_command(
+    function: Annotated[
+        Function, typer.Argument(help="Function of a sequence whose expectation is estimated.")
+    ],
+    texts: Texts = None,
+    file: File = None,
+    chat: Chat = False,
+    skip: Skip = False,
+    reference: References = None,
+    reference_file: ReferenceFile = None,
+    k: K = 10,
+    design: DesignName = DEFAULT_DESIGN,
+    estimator: Annotated[
+        Estimator,
+        typer.Option(
+            help="How sequences are weighted: by p/π along the path of the search, normalised or "
+            "not, or with π from hindsight importance sampling (conditional-poisson only).",
+            rich_help_panel=DRAW,
+        ),
+    ] = Estimator.unbiased,
+    runs: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST,
+            help="Number M of runs of hindsight importance sampling.",
+            rich_help_panel=DRAW,
+        ),
+    ] = 4,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            max=MOST,
+            help="Number of independent beams per text; their spread gives the error.",
+            rich_help_panel=DRAW,
+        ),
+    ] = 1,
+    plain: Annotated[
+        bool,
+        typer.Option(
+            "--plain", help="Estimate entropy without Rao–Blackwellisation.", rich_help_panel=DRAW
+        ),
+    ] = False,
+    temperature: Temperature = 1.0,
+    anneal: Anneal = None,
+    nucleus: Nucleus = None,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    model: ModelName = "en-fr",
+    device: Device = None,
+    dtype: Dtype = None,
+    gguf: Gguf = None,
+    trust_remote_code: RemoteCode = False,
+    batch_size: BatchSize = None,
+    output: Output = None,
+    mean: Mean = False,
+    json_lines: Json = False,
+) -> None:
+    """Estimate an expectation under the model for each text, with its error and signature.
+
+    cpsbs estimate entropy "A man rides a bicycle." -k 20
+
+    cpsbs estimate bleu --file english.txt --reference-file french.txt --temperature 0.3 --mean
+    """
+    with reporting_errors():
+        check_draw(k, temperature, nucleus, max_length, seed)
+        chosen = chosen_design(design, anneal)
+        found = read_texts(texts, file)
+        prompts = read_prompts(found, chat)
+        references = read_references(reference, reference_file, len(found))
+        in_hindsight = estimator.startswith("hindsight")
+        _check_estimate(function, references, chosen, in_hindsight, repeats, plain)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
+        size = batch_size or default_batch_size(loaded.model.device, k)
+
+        def estimates(numbers: list[int]) -> list[Record]:
+            joint = draw.needs_joint and repeats == 1 and not in_hindsight
+            entropy = function is Function.entropy and not plain
+            several = [
+                draw.repeated(r).beams(loaded, prompts, numbers, joint=joint, entropy=entropy)
+                for r in range(repeats)
+            ]
+            inclusion = None
+            if in_hindsight:
+                # Every batch has a random stream of its own, apart from those of the texts.
+                stream = split_seed(seed, [-1 - numbers[0]], loaded.model.device)[0]
+                inclusion = hindsight_inclusion(
+                    loaded.repeated([prompts[i] for i in numbers]),
+                    several[0],
+                    runs,
+                    draw.settings.design,
+                    generator=stream,
+                    batch_size=size,
+                )
+            result = estimate(
+                several if repeats > 1 else several[0],
+                _function(function, plain, [references[i] for i in numbers] if references else []),
+                normalize=estimator.endswith("normalized"),
+                log_inclusion=inclusion,
+                decode=loaded.decode,
+            )
+            with_runs = {"runs": runs} if in_hindsight else {}
+            return [
+                {"number": i, "text": found[i], **entry, **with_runs}
+                for i, entry in zip(numbers, result.to_dicts(), strict=True)
+            ]
+
+        def line(record: Record) -> str:
+            return visible(f"{record['number'] + 1}: {record['line']}")
+
+        settings: Record = {"command": "estimate", "function": function, "estimator": estimator}
+        settings |= {"runs": runs, "repeats": repeats, "plain": plain, "chat": chat}
+        collected: list[Record] = []
+
+        def print_mean() -> None:
+            entries = collected if output is None else read_wide(output)
+            record = Estimate.from_dicts(entries).mean().to_dicts()[0]
+            printer(json_lines, lambda shown: visible(shown["line"]))(record)
+
+        Job(
+            draw,
+            loaded,
+            found,
+            references,
+            partial(map, estimates),
+            continuous_batching=False,
+            batch_size=size,
+            skip=skip,
+            output=output,
+            show=collected.append if mean else printer(json_lines, line),
+            settings=settings,
+            prompts=prompts,
+            then=print_mean if mean else None,
+        ).run()
+
+
+def _check_estimate(
+    function: Function,
+    references: list[str] | None,
+    design: Design,
+    in_hindsight: bool,
+    repeats: int,
+    plain: bool,
+) -> None:
+    """Refuse options that do not go together, before any work is done."""
+    if function is Function.bleu and references is None:
+        raise ValueError(
+            "bleu needs a reference for every text; give --reference or --reference-file"
+        )
+    if not design.estimates:
+        able = ", ".join(name for name, other in DESIGNS.items() if other.estimates)
+        raise ValueError(f"--design is {design!r}, which cannot estimate; choose one of {able}")
+    if in_hindsight and design.name != "conditional-poisson":
+        raise ValueError(
+            f"--estimator hindsight needs --design conditional-poisson; --design is {design!r}"
+        )
+    if in_hindsight and repeats > 1:
+        raise ValueError(f"--repeats is {repeats}; it must be 1 with --estimator hindsight")
+    if plain and function is not Function.entropy:
+        raise ValueError(f"--plain applies to entropy only; the function is {function}")
+
+
+def _function(function: Function, plain: bool, references: list[str]) -> Any:
+    """Return the function of a sequence that ``estimate`` takes."""
+    if function is Function.bleu:
+        return Bleu(references)
+    return Length() if function is Function.length else Entropy(rao_blackwell=not plain)
