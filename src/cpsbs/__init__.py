@@ -20,7 +20,7 @@ from cpsbs.text import TextModel, load
 if TYPE_CHECKING:
     from cpsbs.generation import generate
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "DESIGNS",

@@ -12,7 +12,7 @@ from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search, sear
 from cpsbs.backends.triton.pool import pool_of
 from cpsbs.randomness import Streams, split_seed
 from cpsbs.search import scheduler
-from cpsbs.search.trail import Trail
+from cpsbs.search.state import Trail
 from tests.backends.fixing import fix_rows_on_cpu
 from tests.models.tiny import EOS, make, prompts
 

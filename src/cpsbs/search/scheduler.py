@@ -27,8 +27,7 @@ from cpsbs.randomness import Streams
 from cpsbs.search.recursion import Transition, going, path_step
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.settings import SearchSettings
-from cpsbs.search.state import Hypotheses, StepResult
-from cpsbs.search.trail import Trail
+from cpsbs.search.state import Hypotheses, StepResult, Trail
 
 SYNC_EVERY = 8
 """Steps between two host–device synchronisations."""
