@@ -1,8 +1,12 @@
-"""Conditional Poisson stochastic beam search."""
+"""Conditional Poisson stochastic beam search: draw K sequences, and estimate expectations.
+
+``load`` makes a model from a checkpoint and its tokenizer, ``search`` draws K sequences from a
+model by a sampling design, and ``estimate`` turns them into an expectation with an error bar.
+"""
 
 from typing import TYPE_CHECKING, Any
 
-import cpsbs.interrupts  # noqa: F401, before anything that takes long
+import cpsbs.interrupts  # noqa: F401, before the imports that take long
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
 from cpsbs.designs import DESIGNS, Design
@@ -52,7 +56,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """``generate`` needs transformers, which is loaded only when it is asked for."""
+    """Import ``generate`` on first use, because it needs transformers."""
     if name == "generate":
         from cpsbs.generation import generate
 
