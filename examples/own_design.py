@@ -41,7 +41,7 @@ class Systematic(cpsbs.Design):
         uniform = streams.uniform(torch.arange(sources, device=end.device), (1,))
         point = uniform + torch.arange(k, device=end.device)
         present = point < end[:, -1:].round()  # there may be fewer than K candidates
-        point = torch.where(present, point * (1 - 1e-12), 0.0)  # rounding must not move it off
+        point = torch.where(present, point * (1 - 1e-12), 0.0)  # below the end despite rounding
         index = torch.searchsorted(end, point, right=True)
         return Selection(index, present, inclusion.gather(-1, index).log())
 

@@ -1,10 +1,10 @@
-"""Search a model of your own that is no transformers model.
+"""Search a model of your own that is not a transformers model.
 
     python examples/own_model.py
 
 A model is a class with five attributes and two methods. This one is a GRU that spells words. It is
-trained for a second, checked by ``cpsbs.check_model``, and searched. From the K words of one beam
-follows an estimate of the average length of all words that the model can spell.
+trained for a second, checked by ``cpsbs.check_model``, and searched. The K words of one beam then
+give an estimate of the expected length of a word that the model spells.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Run a command as on a terminal, and save what it shows as a picture.
 
-python examples/picture.py docs/demo.svg cpsbs demo
+    python examples/picture.py docs/demo.svg cpsbs demo
+
+``make picture`` makes the pictures of the documentation this way.
 """
 
 from __future__ import annotations

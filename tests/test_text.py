@@ -65,7 +65,7 @@ def test_a_causal_model_continues_prompts(tmp_path: Path) -> None:
     assert both.sequences.shape[-1] <= 5
     alone = model.beams(texts[:1], 3, max_length=5, seed=0)
     assert alone.tokens(0) == both.tokens(0)
-    with pytest.raises(ValueError, match=r"texts\[0\] has 60 tokens; .* takes 59"):
+    with pytest.raises(ValueError, match=r"texts\[0\] has 60 tokens; .* takes at most 59"):
         model.beams([" ".join(["dog"] * 60)], 3, max_length=5)
 
 
@@ -117,7 +117,7 @@ def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
         model.beams([])
     with pytest.raises(ValueError, match=r"texts\[1\] is empty"):
         model.beams(["Yes.", " "])
-    with pytest.raises(ValueError, match=r"texts\[0\] has \d+ tokens; en-fr takes 256"):
+    with pytest.raises(ValueError, match=r"texts\[0\] has \d+ tokens; en-fr takes at most 256"):
         model.beams(["word " * 300])
     with pytest.raises(ValueError, match="max_length is 500; en-fr takes at most 256 tokens"):
         model.beams(["Yes."], max_length=500)

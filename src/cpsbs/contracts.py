@@ -1,7 +1,7 @@
 """``check_design``: whether a design keeps the promises that the search and ``estimate`` rely on.
 
-It is for people who write a design of their own; our tests run it on every design we ship. It is
-not in ``cpsbs.designs`` because it searches a model, and designs know nothing of either.
+It is for authors of designs; our tests run it on every design we ship. It is not in
+``cpsbs.designs`` because it searches a model, and designs know nothing of either.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SIGMAS = 5.0
 """How many standard errors an average may be off."""
 FEW = 8.0
 """How many times the largest deviation the sum of all draws may be off in addition, because sums of
-rare events are not normal: Bernstein's bound, with a tail as far out as that of ``SIGMAS``."""
+rare events are not normal: Bernstein's bound, at about the same false-alarm rate as ``SIGMAS``."""
 ENOUGH = 100
-"""How many beams must tell their variance for it to be checked."""
+"""How many beams must have an estimate of their variance for it to be checked."""
 LENGTH = 3
 """The maximal length of the sequences of the larger model that is searched."""
 
@@ -93,7 +93,7 @@ def _caught(faults: Iterator[Fault], doing: str) -> Iterator[Fault]:
 
 
 def _value_faults(design: Design, k: int) -> Iterator[Fault]:
-    """Yield why recorded steps of the design could not be found again."""
+    """Yield a fault if recorded steps of the design could not be looked up."""
     if design.recordable(k) and type(design).__hash__ is None:
         yield "hash", "it is recordable but cannot be hashed; make it a frozen dataclass"
 
@@ -151,7 +151,7 @@ def _example(
 
 
 def _shape_faults(candidates: Candidates, selection: Selection, k: int) -> Iterator[Fault]:
-    """Yield a tensor of the wrong shape, or an index that is no candidate's."""
+    """Yield a fault for a tensor of the wrong shape, or for an index outside the candidates."""
     parts: dict[str, tuple[Tensor | None, tuple[int, ...]]] = {
         "index": (selection.index, (DRAWS, k)),
         "present": (selection.present, (DRAWS, k)),
@@ -178,7 +178,7 @@ def _shape_faults(candidates: Candidates, selection: Selection, k: int) -> Itera
 
 
 def _pick_faults(design: Design, candidates: Candidates, selection: Selection) -> Iterator[Fault]:
-    """Yield why a pick could not have been picked."""
+    """Yield a fault for picks that are impossible or repeated."""
     index, present = selection.index, selection.present
     possible = candidates.chunks.scores[0].flatten() > -math.inf
     if not bool(present.any()):
@@ -212,7 +212,7 @@ def _inclusion_faults(candidates: Candidates, selection: Selection) -> Iterator[
     total = float((_sums(index, pi, number) / times.clamp(min=1)).sum())
     picked = here.sum(-1).double()
     missing, error = float(picked.mean()) - total, float(picked.std()) / math.sqrt(DRAWS)
-    # Candidates that never came up may have what is missing, but not much each.
+    # Candidates that never came up may account for what is missing, but not much each.
     unseen = 20 / DRAWS * int((times == 0).sum())
     if not -SIGMAS * error - 1e-6 < missing < unseen + SIGMAS * error + 1e-6:
         yield (
@@ -314,7 +314,7 @@ def _estimate_faults(
     assert beams.log_weight is not None
     weight = beams.log_weight.exp()
     if not bool((weight < math.inf).all()):
-        yield "finite", "a weight is NaN or infinite"
+        yield "finite", "a weight is NaN or infinite; all must be finite"
         return
     names, f, truth = _functions(model, length, seed)
     digits = model.vocab_size ** torch.arange(beams.sequences.shape[-1], device="cpu")
@@ -339,7 +339,7 @@ def _estimate_faults(
 
 
 def _unit_faults(design: Design, beams: Beams, weight: Tensor, values: Tensor) -> Iterator[Fault]:
-    """Yield if the variance of normalised estimates depends on the unit of the probabilities."""
+    """Yield a fault if the variance of normalised estimates depends on the unit of p."""
     norm = weight.sum(-1, keepdim=True).clamp(min=1e-300)
     centred = values - (weight[..., None] * values).sum(1, keepdim=True) / norm[..., None]
     centred = centred * beams.present[..., None]
@@ -348,7 +348,7 @@ def _unit_faults(design: Design, beams: Beams, weight: Tensor, values: Tensor) -
         design.variance(drawn, weight / norm, centred, norm[:, 0].log() - shift)[0]
         for drawn, shift in ((beams, 0), (smaller, 1))
     )
-    if one is None or other is None:  # the design tells no error of normalised estimates
+    if one is None or other is None:  # the design knows no variance of normalised estimates
         return
     if not torch.allclose(one, other, rtol=1e-6, atol=1e-12, equal_nan=True):
         yield (

@@ -43,7 +43,7 @@ from transformers.generation.utils import (  # noqa: E402
 
 @dataclass
 class StochasticBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
-    """transformers' output for beams, with what the design knows of the B·n sequences."""
+    """transformers' output for beams, with the probabilities and weights of the B·n sequences."""
 
     log_probs: Tensor | None = None
     log_inclusion: Tensor | None = None
@@ -53,7 +53,7 @@ class StochasticBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
 
 @dataclass
 class StochasticBeamEncoderDecoderOutput(GenerateBeamEncoderDecoderOutput):
-    """transformers' output for beams of encoder–decoder models, with what the design knows."""
+    """transformers' output for beams of encoder–decoder models, with probabilities and weights."""
 
     log_probs: Tensor | None = None
     log_inclusion: Tensor | None = None
@@ -71,7 +71,7 @@ def generate(
     design: str | Design = DEFAULT_DESIGN,
     **model_kwargs: Any,
 ) -> Any:
-    """Draw ``num_beams`` different sequences for each input, as ``model.generate`` asks.
+    """Draw ``num_beams`` sequences for each input, as ``model.generate`` asks.
 
     Pass ``generator`` and ``design`` to ``model.generate``; ``cpsbs.search`` describes them. All
     ``num_beams`` sequences are returned, the most probable first, unless ``num_return_sequences``
@@ -98,7 +98,7 @@ def generate(
         design,
         max_length=config.max_length - input_ids.shape[-1],
         # With do_sample=True transformers has put both into the processors.
-        temperature=1.0 if config.do_sample else (config.temperature or 1.0),
+        temperature=1.0 if config.do_sample or config.temperature is None else config.temperature,
         nucleus=None if config.do_sample or config.top_p == 1.0 else config.top_p,
         generator=generator,
     )
@@ -145,11 +145,11 @@ def _refuse(model: Any, config: Any) -> None:
             raise ValueError(f"{name} is {value}; it has no meaning for samples: leave it out")
     for name in ("output_scores", "output_logits", "output_attentions", "output_hidden_states"):
         if getattr(config, name, False):
-            raise ValueError(f"{name} is True; it is not available from stochastic beams")
+            raise ValueError(f"{name} is True, but a search keeps none of that: leave it out")
 
 
 def _output(model: Any, config: Any, inputs: TransformersModel, beams: Beams, wanted: int) -> Any:
-    """Return what ``model.generate`` returns: sequences, or a dictionary with all that is known."""
+    """Return what ``model.generate`` returns: sequences, or an output object that has them."""
     rows = beams.present[:, :wanted].flatten().nonzero()[:, 0]
 
     def flat(value: Tensor | None) -> Tensor | None:

@@ -29,13 +29,13 @@ class Counters:
     """Streams of random numbers on a device, each given by a seed and a count."""
 
     seeds: Tensor
-    """[B] int64"""
+    """[B] int64."""
     counts: Tensor
-    """[B] int64, how many times each stream was drawn from; a kernel that draws counts on."""
+    """[B] int64, how many times each stream was drawn from; drawing increments it on the device."""
 
 
 class Streams:
-    """The sources of random numbers for ``rows`` rows on a device.
+    """Random streams for ``rows`` rows on a device: one for each row, or one for all of them.
 
     Args:
         generator: one generator for each row, or one for all of them (None for torch's default).
@@ -145,9 +145,9 @@ class Streams:
             )
 
     def copy(self) -> Streams:
-        """Return a copy in which streams can be replaced without a change here.
+        """Return a copy whose streams can be replaced without changing these.
 
-        The generators are shared; the counters of the copy go on by themselves.
+        The generators are shared, but the counters are copied and advance independently.
         """
         copied = Streams(None, 0, self._device, self._backend)
         copied.generator = self.generator
@@ -164,10 +164,10 @@ class Streams:
 
 
 def _seed_and_count(generator: torch.Generator) -> tuple[int, int]:
-    """Return the seed and the count of a stream made of a generator, and advance the generator.
+    """Return the seed and the count of a stream made from a generator, which is advanced.
 
-    A stream that is made of the same generator later has nothing in common with this one. On a GPU
-    no random number is drawn for that, because reading it back would synchronise with the host.
+    A stream made later from the same generator has nothing in common with this one. On a GPU no
+    random number is drawn for that, because reading it back would synchronise with the host.
     """
     if generator.device.type == "cpu":
         return fresh_seed(generator), 0

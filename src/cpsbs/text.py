@@ -1,8 +1,10 @@
 """From texts to beams: a transformers model with its tokenizer, loaded by name.
 
-model = cpsbs.load("en-fr")  # comes with the package
-beams = model.beams(["A man rides a bicycle."], k=10, seed=0)
-model.texts(beams)
+    model = cpsbs.load("en-fr")  # comes with the package
+    beams = model.beams(["A man rides a bicycle."], k=10, seed=0)
+    model.texts(beams)
+
+``cpsbs.loading`` does the loading; this module turns texts into tokens, and tokens into texts.
 """
 
 from __future__ import annotations
@@ -79,7 +81,7 @@ class TextModel:
 
     @property
     def usual_length(self) -> int:
-        """The largest number of new tokens by default; a prompt needs room too."""
+        """The default for the largest number of new tokens, which leaves room for a prompt."""
         if self.longest is None:
             return DEFAULT_MAX_LENGTH
         room = self.longest if self.is_encoder_decoder else self.longest // 2
@@ -118,7 +120,7 @@ class TextModel:
             max_length: the largest number of new tokens; by default ``usual_length``.
             seed: the seed of the random numbers. By default a fresh one is taken and noted in
                 ``beams.settings``.
-            streams: the number of each text's random stream, by default its place in the list. A
+            streams: the number of each text's random stream, by default its index in the list. A
                 text of a long list gets the same draw in any batch if its number stays the same.
             options: ``temperature`` (default 1), ``nucleus``, ``joint``, ``entropy`` and ``path``:
                 see ``cpsbs.search``.
@@ -256,7 +258,7 @@ class TextModel:
         return text
 
     def _sequence_model(self, tokens: list[list[int]]) -> TransformersModel:
-        # The prompt of a decoder-only model must end where the model goes on.
+        # The prompt of a decoder-only model must end where the model continues it.
         side = "right" if self.is_encoder_decoder else "left"
 
         def padded(rows: list[Tensor], value: int) -> Tensor:
@@ -272,9 +274,9 @@ class TextModel:
         return model
 
     def repeated(self, texts: Sequence[Prompt]) -> Models:
-        """Return a function that makes a model of the texts with given numbers, repeats included.
+        """Return a function that makes a model of the texts at given indices, which may repeat.
 
-        ``hindsight_inclusion`` takes such a function.
+        ``monte_carlo_inclusion`` and ``hindsight_inclusion`` take such a function.
         """
 
         def of(numbers: Tensor) -> TransformersModel:
@@ -294,7 +296,7 @@ class TextModel:
         return beams.decode(self.decode)
 
     def unusable(self, texts: Sequence[Prompt], max_length: int) -> dict[int, str]:
-        """Return, by number, what is wrong with the texts that the model cannot take."""
+        """Return, by index, what is wrong with the texts that the model cannot take."""
         return self._unusable(texts, self._tokens(texts), max_length)
 
     def _unusable(
@@ -310,7 +312,7 @@ class TextModel:
             if isinstance(text, str) and not text.strip():
                 wrong[i] = "is empty"
             elif room is not None and len(own) > room:
-                wrong[i] = f"has {len(own)} tokens; {self.name} takes {room}"
+                wrong[i] = f"has {len(own)} tokens; {self.name} takes at most {room}"
         return wrong
 
     def _check(self, texts: Sequence[Prompt], tokens: list[list[int]], max_length: int) -> None:

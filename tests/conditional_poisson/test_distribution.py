@@ -464,10 +464,10 @@ def test_annealed_to_zero_ties_are_broken_uniformly(anneal: float) -> None:
     ("weights", "k", "message"),
     [
         (tensor([0.0, math.nan]), 1, "NaN"),
-        (torch.zeros(3), -1, "k is -1; allowed are the integers from 0 to N = 3"),
-        (torch.zeros(3), 4, "k is 4; allowed are the integers from 0 to N = 3"),
-        (torch.zeros(3), 1.0, "k is 1.0; allowed are the integers"),
-        (torch.zeros(3), True, "k is True; allowed are the integers"),
+        (torch.zeros(3), -1, "k is -1; it must be an integer from 0 to N = 3"),
+        (torch.zeros(3), 4, "k is 4; it must be an integer from 0 to N = 3"),
+        (torch.zeros(3), 1.0, "k is 1.0; it must be an integer"),
+        (torch.zeros(3), True, "k is True; it must be an integer"),
         (torch.zeros(3, dtype=torch.int64), 1, "log_weights is torch.int64"),
         ([0.0, 1.0], 1, "log_weights is list"),
         (torch.zeros(()), 0, "log_weights has no dimension"),
@@ -498,7 +498,7 @@ def test_bad_rows_are_named() -> None:
     ("subset", "message"),
     [
         (torch.tensor([0, 0]), "subset has 0 twice"),
-        (torch.tensor([0, 5]), "subset has 5; allowed are 0 to N - 1 = 4"),
+        (torch.tensor([0, 5]), "subset has 5; items are 0 to N - 1 = 4"),
         (torch.tensor([-1, 2]), "subset has -1"),
         (torch.tensor([0, 1, 2]), "last dimension must be k = 2"),
         (torch.tensor([0.0, 1.0]), "must hold integers"),

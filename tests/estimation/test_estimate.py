@@ -517,7 +517,7 @@ def test_what_cannot_be_estimated_is_refused() -> None:
     frozen = many(ConditionalPoissonDesign(anneal=0), 3, 1)
     with pytest.raises(ValueError, match="no inclusion probabilities"):
         estimate(frozen, f)
-    with pytest.raises(ValueError, match=r"class Entropy; give an object of it"):
+    with pytest.raises(ValueError, match=r"class Entropy; pass an object of it"):
         estimate(beams, Entropy)
     with pytest.raises(ValueError, match=r"f is the text 'bleu'; .* Bleu\(references\)$"):
         estimate(beams, "bleu")

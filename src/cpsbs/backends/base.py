@@ -5,7 +5,7 @@ sampling in ``conditional_poisson`` and ``designs``, extending hypotheses in ``s
 reference, and it runs on every device. A backend may do some of it with kernels of its own. The
 search asks the backend first, and falls back on the reference where the answer is None or False;
 ``Backend`` itself always answers so. A backend is chosen once for a search (``backend_for``) and
-passed along; nobody else asks for the device for the sake of kernels or CUDA graphs.
+passed along; no other code asks for the device to decide on kernels or CUDA graphs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class FixedSteps(Protocol):
 
     @property
     def memo(self) -> dict[Any, Any]:
-        """A dictionary that lives as long as the buffers do."""
+        """A dictionary that lives as long as the buffers do, for recordings on them."""
         ...
 
     def keep_sources(self, sources: Tensor) -> None:
@@ -57,7 +57,7 @@ class FixedSteps(Protocol):
         ...
 
     def retire(self, places: list[int]) -> None:
-        """Take note that nobody reads the rows of the sources in these places any more."""
+        """Note that the rows of the sources in these places are no longer read."""
         ...
 
     def admits(self, inputs: Mapping[str, Any]) -> bool:
@@ -70,7 +70,7 @@ class FixedSteps(Protocol):
 
 
 class OrdinarySteps(Protocol):
-    """The model's own way to take a step, with which fixed steps are compared before they count."""
+    """The model's own steps, with which fixed steps are compared before they are used."""
 
     vocab_size: int
 
@@ -87,7 +87,7 @@ class Backend:
     """Whether random numbers come from counters on the device, which a CUDA graph can advance."""
 
     def chunk_length(self, least: int, parents: int, tokens: int) -> int:
-        """Return how many tokens of a row make up a chunk, at least ``least`` where there are.
+        """Return the number of tokens in a chunk: at least ``least``, unless a row has fewer.
 
         A multiple of 64 suits torch's softmax.
         """
@@ -104,7 +104,7 @@ class Backend:
         return False
 
     def normalize(self, chunks: Chunks, log_prob: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return log Σ exp(score) [R, P], and the parents' log-probabilities [R, P] less that."""
+        """Return log Σ exp(score) [R, P], and the parents' log-probabilities [R, P] minus it."""
         return None
 
     def find_largest(self, chunks: Chunks, offset: Tensor, m: int) -> Largest | None:
@@ -139,7 +139,7 @@ class Backend:
         """Write the selected hypotheses into ``into``, which may hold ``beam`` itself."""
 
     def close(self, scores: Tensor, present: Tensor, finished: Tensor) -> bool:
-        """Let rows of hypotheses that have ended offer token 0 alone, in place."""
+        """Overwrite the scores of hypotheses that have ended, so that they offer token 0 alone."""
         return False
 
     def uniform(self, counters: Counters, row: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -164,7 +164,7 @@ class Backend:
             inputs: see ``FixedSteps``; they are left as they are.
             k: K, the rows of each source from here on.
             steps: the most tokens that will be added.
-            reference: returns the model's ordinary steps from the same inputs on.
+            reference: returns the model's ordinary steps, which start from the same inputs.
         """
         return None
 
@@ -181,11 +181,11 @@ class Backend:
 
         Args:
             step: maps hypotheses, scores, random streams and a result to write into to the result.
-            key: tells apart steps that do different things.
+            key: identifies what the step does, so that only equal steps share a recording.
             now: makes the result, whose buffers the graph reads and writes.
             scores: [rows, V] the buffer that the model's steps leave their scores in.
-            streams: the random streams that the graph advances a copy of.
-            memo: keeps what was recorded, as long as the model's buffers are there.
+            streams: the random streams, of which the graph advances a copy.
+            memo: where recordings are kept as long as the model's buffers live.
         """
         return None
 

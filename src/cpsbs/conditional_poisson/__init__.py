@@ -1,4 +1,4 @@
-"""The conditional Poisson distribution over subsets of K items, computed by way of coin flips.
+"""The conditional Poisson distribution over subsets of K items, computed from coin flips.
 
 A conditional Poisson design needs one number and its relatives: the sum over all subsets of
 size K of the product of their weights (the paper's ``eq:naive``),
@@ -27,7 +27,7 @@ The modules, in the order in which a candidate meets them:
     splits the N weights of a row into a *head*, the M largest, kept one by one, and a *tail*,
     of which a few power sums are enough.
 ``bernoulli_sum``
-    finds the tilt and the law of S.
+    finds the tilt and the law (the distribution) of S.
 ``sampling``
     draws samples, by flipping the coins until K come up heads, and computes π and joint π.
 ``normalizer``, ``gradients``, ``fitting``

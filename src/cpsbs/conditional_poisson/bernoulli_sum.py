@@ -1,4 +1,4 @@
-"""S, the number of heads among independent coins with given odds: its tilt and its law.
+"""S, the number of heads among independent coins with given odds: its tilt and its distribution.
 
 **Tilt.** The odds of coin n are w_n e^s, where w_n is its weight and s is free to choose. It is
 chosen so that about K − ½ heads are expected. Then S has variance at least about ¼ (its mean is
@@ -40,7 +40,7 @@ from torch.nn.functional import pad
 from cpsbs.scores.memory import block_size, shared_arange
 
 ALIASING = 1e-19
-"""Largest probability of the values of S that are mistaken for others."""
+"""Largest total probability of the values of S that aliasing mistakes for others."""
 
 TAIL_ODDS_LIMIT = 0.25
 """Bound on the odds of every item of the tail; see ``population``."""

@@ -76,9 +76,9 @@ class ConditionalPoisson:
         weights: Literal["odds", "probability"] = "odds",
         anneal: float = 1.0,
     ) -> ConditionalPoisson:
-        """Return the design with weights made of probabilities, as the search uses it.
+        """Return the design with weights made from probabilities, as the search uses it.
 
-        "odds" are the paper's w = p/(1 − p), with which the inclusion probabilities come close to p
+        "odds" is the paper's w = p/(1 − p), with which the inclusion probabilities come close to p
         where these sum to K (§3, *Setting w_n*); an item with p = 1 is always taken. "probability"
         is w = p, which for K = 1 is ordinary sampling.
 
@@ -97,9 +97,9 @@ class ConditionalPoisson:
         """
         k = _checked_k("log_p", log_p, k)
         if weights not in ("odds", "probability"):
-            raise ValueError(f'weights is {weights!r}; allowed are "odds" and "probability"')
+            raise ValueError(f'weights is {weights!r}; it must be "odds" or "probability"')
         if not isinstance(anneal, int | float) or not 0 <= anneal < math.inf:
-            raise ValueError(f"anneal is {anneal!r}; allowed are finite numbers from 0 on")
+            raise ValueError(f"anneal is {anneal!r}; it must be a finite number of at least 0")
         largest = float(log_p.detach().max()) if log_p.numel() else 0.0
         if largest > 1e-3:
             raise ValueError(
@@ -185,7 +185,7 @@ class ConditionalPoisson:
         return log_q.view(self._shape_of(subset)[:-1])
 
     def joint_log_inclusion(self, subset: Tensor) -> Tensor:
-        """Return [..., m, m] log P(i and j are both in) for the items [..., m]; not differentiable.
+        """Return [..., m, m] log P(i and j are both in) for the items [..., m]; it has no gradient.
 
         The diagonal is log π_i. P(i, j) = π_i · P(j | i), and the design given i is conditional
         Poisson with K − 1 of the others: no difference of nearly equal numbers is taken, whether
@@ -255,7 +255,7 @@ class ConditionalPoisson:
         with torch.no_grad():
             if bool((self.log_inclusion_of(index) == -math.inf).any()):
                 raise ValueError(
-                    "index names an item that is in no sample; allowed are items with π > 0"
+                    "index names an item that is in no sample; it must name items with π > 0"
                 )
         weights = self.log_weights.expand(*index.shape[:-1], self.n)
         return ConditionalPoisson(weights.scatter(-1, index, math.inf), self.k)
@@ -273,7 +273,7 @@ class ConditionalPoisson:
 
     @cached_property
     def _log_inclusion(self) -> Tensor:
-        """[R, N] log π, computed once; in inference mode, too, it is an ordinary tensor."""
+        """[R, N] log π, computed once; an ordinary tensor even if inference mode is on."""
         with torch.inference_mode(False), torch.no_grad():
             return sampling.log_inclusion(self._population)
 
@@ -286,7 +286,7 @@ class ConditionalPoisson:
         return sampling.covariance_product(self._population, rows).view(vector.shape)
 
     def _gradient_of_rare(self, vector: Tensor) -> Tensor:
-        """Return [..., N] Σ_i v_i ∂ log π_i / ∂ log w_j over items i whose π is next to nothing.
+        """Return [..., N] Σ_i v_i ∂ log π_i / ∂ log w_j over items i with log π_i < ``RARE``.
 
         Such an item changes nothing for the others, so log π_i = log w_i + log e_{K−1} − log e_K of
         all items, and the derivative is δ_ij + π_j − π'_j, where π is for K − 1 items and π' for K.
@@ -312,8 +312,8 @@ class ConditionalPoisson:
     def _rows_of_indices(self, name: str, indices: Tensor, distinct: bool = False) -> Tensor:
         """Check indices [..., m], and return them as [S, R, m]."""
         if not isinstance(indices, Tensor) or indices.ndim == 0:
-            kind = "a scalar" if isinstance(indices, Tensor) else f"a {type(indices).__name__}"
-            raise ValueError(f"{name} is {kind}; it must be an integer tensor of shape [..., m]")
+            given = "a scalar" if isinstance(indices, Tensor) else f"a {type(indices).__name__}"
+            raise ValueError(f"{name} is {given}; it must be an integer tensor of shape [..., m]")
         if (
             indices.dtype.is_floating_point
             or indices.dtype.is_complex
@@ -335,7 +335,7 @@ class ConditionalPoisson:
             least, most = torch.stack(index.aminmax()).tolist()
             if least < 0 or most >= self.n:
                 wrong = least if least < 0 else most
-                raise ValueError(f"{name} has {wrong}; allowed are 0 to N - 1 = {self.n - 1}")
+                raise ValueError(f"{name} has {wrong}; items are 0 to N - 1 = {self.n - 1}")
         if distinct and index.shape[-1] > 1:
             ordered = index.sort(dim=-1).values
             repeated = ordered[..., 1:][ordered[..., 1:] == ordered[..., :-1]]
@@ -354,9 +354,9 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 def _checked_k(name: str, values: Tensor, k: int) -> int:
     """Check that the weights and K make sense together, and return K as a plain integer."""
     if not isinstance(values, Tensor) or values.dtype not in DTYPES:
-        kind = values.dtype if isinstance(values, Tensor) else type(values).__name__
+        given = values.dtype if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
-            f"{name} is {kind}; it must be a tensor of float64, float32, float16 or bfloat16"
+            f"{name} is {given}; it must be a tensor of float64, float32, float16 or bfloat16"
         )
     if values.ndim == 0:
         raise ValueError(f"{name} has no dimension; it must have shape [..., N]")
@@ -365,7 +365,7 @@ def _checked_k(name: str, values: Tensor, k: int) -> int:
     except TypeError:
         number = -1
     if not 0 <= number <= values.shape[-1]:
-        raise ValueError(f"k is {k!r}; allowed are the integers from 0 to N = {values.shape[-1]}")
+        raise ValueError(f"k is {k!r}; it must be an integer from 0 to N = {values.shape[-1]}")
     return number
 
 

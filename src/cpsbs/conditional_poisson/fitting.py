@@ -1,4 +1,4 @@
-"""Weights for prescribed inclusion probabilities.
+"""Finds the weights of a design with prescribed inclusion probabilities.
 
 π(x) is the gradient of the convex log Z(x), x = log w, and its derivative is the covariance matrix
 C of the item indicators, with π_n (1 − π_n) on the diagonal. Where the sum of these variances is
@@ -64,8 +64,8 @@ def fit_log_weights(inclusion: Tensor, k: int, log_odds: Callable[[Tensor], Tens
             break
         since += 1
         if since > PATIENCE:
-            # The steps do not converge: go on from the best place, with smaller steps and without
-            # the past.
+            # The steps do not converge: go back to the best iterate, take smaller steps, and
+            # forget the history.
             damping, since, visited = damping / 2, 0, [best_visit]
             x = best
         visited = visited[-HISTORY:]
@@ -80,14 +80,14 @@ def fit_log_weights(inclusion: Tensor, k: int, log_odds: Callable[[Tensor], Tens
 
 
 def _accelerated(visited: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """Return the step from the last place, given the places visited and the steps they asked for.
+    """Return the step from the last iterate, given all iterates and the Newton step at each.
 
-    The combination of places whose steps cancel best is taken to be a better place (Anderson).
+    The combination of iterates whose steps cancel best is taken to be a better one (Anderson).
     """
     x, step = visited[-1]
     if len(visited) == 1:
         return step
-    places = torch.stack([x - y for y, _ in visited[:-1]], dim=-1)
+    moves = torch.stack([x - y for y, _ in visited[:-1]], dim=-1)
     steps = torch.stack([step - s for _, s in visited[:-1]], dim=-1)
     gram = steps.mT @ steps
     # A ridge, relative to each row, keeps steps that are nearly parallel from blowing up.
@@ -95,7 +95,7 @@ def _accelerated(visited: list[tuple[Tensor, Tensor]]) -> Tensor:
     ridge = 1e-12 * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     right = (steps.mT @ step[..., None]) / scale
     share = torch.linalg.solve(gram / scale + ridge, right)
-    correction: Tensor = (places + steps) @ share
+    correction: Tensor = (moves + steps) @ share
     return step - correction[..., 0]
 
 
@@ -116,7 +116,7 @@ def _checked_targets(inclusion: Tensor, k: int) -> Tensor:
         return target
     if not bool(((target >= 0) & (target <= 1)).all()):
         wrong = target[~((target >= 0) & (target <= 1))][0]
-        raise ValueError(f"inclusion has {float(wrong)}; allowed are probabilities from 0 to 1")
+        raise ValueError(f"inclusion has {float(wrong)}; it must hold probabilities from 0 to 1")
     total = target.sum(-1, keepdim=True)
     # float64 targets must sum to K well; others as well as their dtype lets them.
     precision = max(1e-8, min(0.05, 32 * torch.finfo(inclusion.dtype).eps))
@@ -137,7 +137,8 @@ def _checked_targets(inclusion: Tensor, k: int) -> Tensor:
 def _without_leftovers(target: Tensor, k: int) -> Tensor:
     """Return targets of exactly 0 or 1 where the certain items leave no choice for the others.
 
-    Where they leave no room for the others, or just enough, what the others have is rounding.
+    Where they leave no room for the others, or just enough, the targets of the others are off from
+    0 or 1 by rounding alone.
     """
     room = (k - (target == 1).sum(-1, keepdim=True)).clamp(min=0)
     free = (target > 0) & (target < 1)

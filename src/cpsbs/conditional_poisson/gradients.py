@@ -1,7 +1,7 @@
 """Derivatives of a conditional Poisson design with respect to x = log w.
 
 ∂ log Z / ∂x = π (the paper's eq:incl-from-grad, read backwards), and ∂π / ∂x is the covariance
-matrix of the item indicators, which is never written down: it is only applied to vectors.
+matrix of the item indicators, which is never materialised: it is only applied to vectors.
 """
 
 from __future__ import annotations

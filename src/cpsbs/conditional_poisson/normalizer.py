@@ -1,4 +1,4 @@
-"""The normaliser and the entropy, both measured from the most probable subset; on R rows.
+"""The normaliser and the entropy, both measured from the most probable subset, for R rows.
 
 Let Y* be the K items of largest weight. In terms of the coins (see ``cpsbs.conditional_poisson``),
 
@@ -23,7 +23,7 @@ def log_normalizer(population: Population) -> Tensor:
     chosen = population.in_top & (population.head < math.inf)
     row = torch.arange(len(chosen), device=chosen.device)[:, None]
     log_weights = population.weights.take(row, population.head_index)
-    # Halved so often that no partial sum overflows; powers of two change no digit.
+    # Scaled down so that no partial sum overflows; scaling by a power of two is exact.
     part = 0.5 ** population.k.bit_length()
     product = torch.where(chosen, log_weights * part, 0.0).sum(-1) / part
     return product + surprisal_of_top(population)

@@ -1,4 +1,4 @@
-"""A row of N weights as a head of M items, kept one by one, and a tail, kept as power sums.
+"""Splits N weights into a head of M items, kept one by one, and a tail, kept as power sums.
 
 Inside this package log-weights are float64 and *relative*, written y: measured from the row's
 *reference*, its K-th largest log-weight. The design does not depend on the scale of the weights,
@@ -241,7 +241,7 @@ def _check_rows(ranked: Tensor, k: int, name: str) -> bool:
     forced, positive = (values == math.inf).sum(-1), (values > -math.inf).sum(-1)
     if bool(values.isnan().any()):
         row = int(values.isnan().any(-1).nonzero()[0, 0])
-        raise ValueError(f"{name} has a NaN (row {row}); allowed are numbers, -inf and inf")
+        raise ValueError(f"{name} has a NaN (row {row}); it must hold numbers, -inf or inf")
     if int(forced.max()) > k:
         raise ValueError(
             f"{name} makes {int(forced.max())} items of row {int(forced.argmax())} certain; "
@@ -285,7 +285,7 @@ def _tail(population: Population, found: Largest) -> Tail:
             u = u * (wanted / expected).clamp_(max=1.0)
         return u.masked_fill(empty, 0.0)
 
-    # Adding the reference rounds the unit; what counts is that everybody uses the same one.
+    # Adding the reference rounds the unit; what counts is that all sums use the same one.
     unit = unit + population.reference
     largest = torch.where(largest == -math.inf, -math.inf, unit - population.reference)
     sums, chunk_sums, length = population.weights.power_sums(unit, found, population.k, odds)

@@ -1,4 +1,4 @@
-"""Samples, and the probability of each item to be in one; everything on R rows.
+"""Samples, and the probability that an item is in one; everything is for R rows.
 
 **Samples.** Flip the coins until K of them come up heads: that is the definition of the design (the
 paper's appendix on conditional Poisson sampling), and at the tilt of ``bernoulli_sum`` it succeeds
@@ -50,7 +50,7 @@ def draw(population: Population, samples: int, streams: Streams) -> Tensor:
 
 
 def _acceptance(population: Population) -> Tensor:
-    """Return [R, K + 2] the probability to accept c heads in the head.
+    """Return [R, K + 2] the probability of accepting c heads in the head.
 
     It is t_{K−c} / max t for c = 0…K, and 0 for more.
     """
@@ -69,7 +69,8 @@ def _flip_head(
 ) -> Tensor:
     """Put items of the head, in ascending order, into ``picked`` [A, K] for the rows [A].
 
-    Returns [A] how many there are.
+    Returns:
+        [A] how many there are.
     """
     k, device = population.k, row.device
     p = torch.sigmoid(population.head + population.law.tilt[:, None])
@@ -85,7 +86,7 @@ def _flip_head(
     budget = 1 + block_size(device) // (1 + coins)
     enough = 4 * math.ceil(math.sqrt(variance_bound(k, coins)))
     for start in range(0, len(pending), budget):
-        # In a search one or two attempts mostly do; flat weights need some √K of them.
+        # In a search one or two attempts are usually enough; flat weights need some √K of them.
         batch, tries = pending[start : start + budget], min(6, enough)
         while len(batch) > 0:
             source = row[batch]
@@ -144,7 +145,7 @@ def _cumulative_chunks(tail: Tail) -> Tensor:
     """
     sums = tail.chunk_sums.cumsum(-1, dtype=torch.float64)
     row = shared_arange(len(sums), sums.device)[:, None]
-    # A tail without weight is never drawn from; its share must only not be NaN.
+    # A tail without weight is never drawn from, but its share must not be NaN.
     return (row + sums / sums[:, -1:].clamp(min=2.0**-1000)).flatten()
 
 
@@ -202,7 +203,7 @@ def log_exclusion_of_head(population: Population) -> Tensor:
     value = (log_q + others - law.log_probability[:, None]).clamp(max=0.0)
     if population.regular:
         return value
-    # To leave an item out is to take it in the design of the M − K that are left out.
+    # The M − K items that are left out are a conditional Poisson sample too, with weights 1/w.
     m = y.shape[-1]
     never, not_always = m - population.positive[:, None], m - population.forced[:, None]
     return _with_certainties(value, -y, never, not_always, m - population.k)

@@ -1,9 +1,9 @@
 """The N weights of each row: in a tensor, or implied by a model's scores.
 
-The arithmetic needs three things of the weights: the largest of them, some at given places, and
-the power sums Σ w^j of all the others. A beam's P·V candidates give that without being written
-down: their log-probabilities are the scores of the model plus a number for each parent, and the
-power sums of its chunks come from the one reading of the scores (``cpsbs.scores.reading``).
+The arithmetic needs three things: the largest weights, those of given items, and the power sums
+Σ w^j of all the others. A beam's P·V candidates provide that without being materialised: their
+log-probabilities are the scores of the model plus a number for each parent, and the
+power sums of its chunks come from the one pass over the scores (``cpsbs.scores.reading``).
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Weights(ABC):
     """R rows of N weights, of which a head is kept one by one and a tail as power sums."""
 
     shape: tuple[int, int]
-    """(R, N)."""
+    """The shape (R, N)."""
     device: torch.device
 
     @property
     @abstractmethod
     def values(self) -> Tensor:
-        """[R, N] all log-weights, written down."""
+        """[R, N] all log-weights, materialised."""
 
     @abstractmethod
     def take(self, row: Tensor, item: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Weights(ABC):
     def members(self, row: Tensor, chunk: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Return the items [Q, length] of some chunks [Q] of rows [Q], and their log-weights.
 
-        Beyond the end of a shorter chunk stand an item of the row, and -inf.
+        A shorter chunk is filled up with any item of the row, at a log-weight of -inf.
         """
 
 
@@ -99,7 +99,7 @@ class PlainWeights(Weights):
         return self._x[row, item].to(torch.float64)
 
     def largest(self, m: int) -> Largest:
-        """Return the m largest, found by way of the maxima of chunks."""
+        """Return the m largest, found from the maxima of chunks."""
         values, index = largest_by_chunks(self._x, m)
         return Largest(values.to(torch.float64), index)
 
@@ -269,7 +269,7 @@ class WithForcedItem(Weights):
         """Return the certain item, which is always in the head, and the m − 1 largest others."""
         found = self._weights.largest(m)
         here = found.index == self._item
-        # It leaves its place, or drives out the last one.
+        # The item moves to the front; if it is not among the m largest, the last one drops out.
         place = torch.where(here.any(-1), here.int().argmax(-1), m - 1)[:, None]
         order = torch.arange(m, device=found.index.device).expand_as(found.index)
         order = torch.where(order <= place, (order - 1).clamp(min=0), order)

@@ -44,7 +44,7 @@ class Arithmetic(Independent):
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
     ) -> Selection:
-        """Decode one token of the code of every row."""
+        """Decode the next token from the code of every row."""
         code, bits = candidates.state["code"], candidates.state["bits"]
         spent = bits < FEWEST_BITS
         row = torch.arange(len(code), device=code.device)

@@ -59,7 +59,7 @@ class Design(ABC):
     estimates: ClassVar[bool] = True
     """Whether its beams have weights, so that expectations can be estimated from them."""
     needs_joint: ClassVar[bool] = False
-    """Whether a single beam tells its error only if it was searched with ``joint=True``."""
+    """Whether the error of an estimate from a single beam is known only with ``joint=True``."""
 
     def __eq__(self, other: object) -> bool:
         if self is other or type(self) is not type(other):
@@ -71,7 +71,7 @@ class Design(ABC):
         return hash((type(self), *self._settings().values()))
 
     def _settings(self) -> dict[str, Any]:
-        """Return the dataclass fields by name; none for a class that is no dataclass."""
+        """Return the dataclass fields by name; none for a class that is not a dataclass."""
         return {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class Design(ABC):
         Args:
             candidates: the P·V extensions of every source.
             k: K.
-            streams: the source of all random numbers, ``streams.uniform(row, size)``.
+            streams: the random streams; draw every random number by ``streams.uniform(row, size)``.
             joint: whether the joint inclusion probabilities of pairs are wanted too; a design that
                 does not know them returns none.
         """
@@ -137,8 +137,8 @@ class Design(ABC):
         """Return an estimate of the variance of Σ weight · values from one beam of each source.
 
         By default it comes from joint inclusion probabilities, if the beams have them and K > 1.
-        A variance of zero is taken for "not known" unless the beam holds all sequences that there
-        are, because terms that agree do not tell how much others would differ.
+        The caller takes a variance of zero for "not known", unless the beam holds all sequences
+        that there are: terms that agree do not tell how much others would differ.
 
         Args:
             drawn: the beams that this design has drawn.
@@ -151,7 +151,7 @@ class Design(ABC):
 
         Returns:
             [B, d] the variance, NaN for sources whose beam does not tell it, or None if no beam
-            does; and [B] its degrees of freedom on the CPU, inf if it is no sample variance.
+            does; and [B] its degrees of freedom on the CPU, inf if it is not a sample variance.
         """
         freedom = infinite_freedom(weight)
         if drawn.joint_log_inclusion is None or drawn.k == 1:

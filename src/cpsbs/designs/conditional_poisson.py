@@ -6,10 +6,10 @@ sample: a set Y has a probability proportional to the product of its weights,
 
     Q(Y) = Π_{n ∈ Y} w_n / Z ,      Z = Σ_{|Y| = K} Π_{n ∈ Y} w_n                           (eq:q)
 
-``cpsbs.conditional_poisson`` draws from it without rejection and computes the inclusion
-probabilities π_n = P(n ∈ Y) exactly. Of all designs with exactly K picks and the same inclusion
-probabilities it has the largest entropy (Chen, Dempster and Liu, 1994). The paper takes the odds of
-the candidate's probability, w = p/(1 − p).
+``cpsbs.conditional_poisson`` scales the weights so that about √K attempts are enough, and computes
+the inclusion probabilities π_n = P(n ∈ Y) to rounding error. Of all designs with exactly K picks
+and the same inclusion probabilities it has the largest entropy (Chen, Dempster and Liu, 1994). The
+paper takes the odds of the candidate's probability, w = p/(1 − p).
 
 With π_t the inclusion probability of the prefix of y at step t, the weight w(y) = p(y) / Π_t π_t is
 unbiased: P(path) / Π_t π_t is the law of the search that is forced to keep y, which sums to one
@@ -40,7 +40,7 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class ConditionalPoissonDesign(DrawingDesign):
-    """Conditional Poisson sampling: K candidates, with the product of their weights (eq:q).
+    """Conditional Poisson sampling: K candidates, in proportion to the product of weights (eq:q).
 
     Args:
         weights: "odds" for the paper's w = p/(1 − p), or "probability" for w = p, with which K = 1
@@ -75,7 +75,7 @@ class ConditionalPoissonDesign(DrawingDesign):
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return p / Π_t π_t as weights, or none for anneal=0, where little has a chance."""
+        """Return the weights p / Π_t π_t, or None for anneal=0, where most sequences have π = 0."""
         if self.anneal == 0:
             return None, None
         return super().log_weight(log_prob, log_inclusion, state)

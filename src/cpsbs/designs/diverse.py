@@ -2,8 +2,8 @@
 
 The beam is divided into groups. At every step the groups choose one after the other, each as a beam
 search of its own, except that a group subtracts ``strength`` from the score of a token for every
-time that an earlier group has chosen it in this step. The scores of hypotheses accumulate with
-these penalties. Nothing is random, so the beams cannot estimate expectations.
+time that an earlier group has chosen it in this step. The penalties stay in the score of a
+hypothesis. Nothing is random, so the beams cannot estimate expectations.
 """
 
 from __future__ import annotations

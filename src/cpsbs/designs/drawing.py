@@ -40,7 +40,7 @@ class DrawingDesign(Design):
             try:
                 return self.draw(candidates, k, streams, joint)
             except TooFewError as error:
-                few = error.rows  # this happens only in the first steps of a search
+                few = error.rows  # this happens mostly in the first steps of a search
         here = min(k, parents * tokens)
         values, index = candidates.chunks.largest(candidates.offset, here)
         kept = _everything(values, index, k, joint)
@@ -54,7 +54,7 @@ class DrawingDesign(Design):
 
 
 def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection:
-    """Return the candidates [B, ≤ K], each picked with certainty."""
+    """Return a selection of all candidates [B, ≤ K], each picked with certainty."""
     missing = (0, k - values.shape[1])
     present = pad(values > -math.inf, missing)
     certain = torch.zeros(present.shape, dtype=torch.float64, device=present.device)

@@ -59,7 +59,7 @@ class GumbelTopK(Design):
         return self._by_torch(candidates, k, streams) if fused is None else fused
 
     def _by_torch(self, candidates: Candidates, k: int, streams: Streams) -> Selection:
-        """Pick the same in plain torch, as the reference for faster backends."""
+        """Pick them in torch, as the reference for faster backends."""
         chunks, (sources, parents, tokens) = candidates.chunks, candidates.shape
         row = torch.arange(sources, device=candidates.log_prob.device)
         each = chunks.log_masses.shape[-1]

@@ -26,7 +26,7 @@ from cpsbs.conditional_poisson.population import finite_or_zero
 from cpsbs.designs.base import Design
 from cpsbs.designs.independent import invert
 from cpsbs.designs.top_k import largest
-from cpsbs.randomness import Streams
+from cpsbs.randomness import BELOW_ONE, Streams
 from cpsbs.scores.candidates import Candidates, Selection
 
 
@@ -38,7 +38,7 @@ class SumAndSample(Design):
     summary = "beam search for K − 1 sequences, and one sample of all others"
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """Return log 0 as the mass that was dropped so far."""
+        """Return -inf, the logarithm of the mass that was dropped so far."""
         never = torch.full((len(sources), 1), -math.inf, dtype=torch.float64, device=sources.device)
         return {"log_dropped": never}
 
@@ -63,7 +63,7 @@ class SumAndSample(Design):
         log_all = torch.logaddexp(log_dropped, log_new)
         end = rest.sub_(finite_or_zero(log_new)[:, None]).exp_().cumsum(-1)
         # Even when it is rounded, the level must stay below the total.
-        level = uniform[:, :1] * end[:, -1:] * (1 - 2.0**-52)
+        level = uniform[:, :1] * end[:, -1:] * BELOW_ONE
         sample = torch.searchsorted(end, level, right=True).clamp_(max=parents * tokens - 1)
         token, _, _ = invert(candidates.of(slice(None), slice(-1, None)), uniform[:, 1:2])
         goes_on = held & (uniform[:, 2] >= (log_new - finite_or_zero(log_all)).exp())
@@ -77,5 +77,5 @@ class SumAndSample(Design):
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Return no inclusion probability, and the weights: p(y), and for the sample all else."""
+        """Return no inclusion probability, and the weights: p(y), and the dropped mass for y'."""
         return None, torch.cat([log_prob[:, :-1], state["log_dropped"][:, -1:]], dim=-1)

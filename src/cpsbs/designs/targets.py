@@ -26,8 +26,8 @@ from cpsbs.conditional_poisson.population import finite_or_zero
 from cpsbs.scores.candidates import Candidates
 
 FORBIDDEN = 1e12
-"""Candidates whose log-probabilities are so far below the largest count as impossible: float64
-holds less than four digits of log c then."""
+"""Candidates whose log-weight is this far below the largest count as impossible: float64 then has
+fewer than four decimals for log c."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Targets:
 
     @property
     def log_scale(self) -> Tensor:
-        """Return [R] log c."""
+        """[R] log c."""
         return self.scale.log() - self.reference
 
 
@@ -90,6 +90,6 @@ def find_targets(candidates: Candidates, k: int) -> Targets:
     light = largest * count < left
     heavy = light.long().cumsum(-1).eq(0).sum(-1)
     scale = (count / left).gather(-1, heavy.clamp(max=k - 1)[:, None])[:, 0]
-    # Tokens that a model forbids by a large negative score are no candidates.
+    # Tokens that a model forbids by a large negative score do not count as candidates.
     few = (rest == 0) | (values[:, 0] - values[:, -1] > FORBIDDEN)
     return Targets(offset, reference, index, largest, heavy, scale, chunk_sums, chunk, few)

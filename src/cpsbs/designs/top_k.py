@@ -1,7 +1,7 @@
 """Beam search: the K most probable candidates at every step (greedy search for K = 1).
 
-Nothing is random, so most sequences have no chance to be picked, and the beams have no weights for
-estimates. They show the most probable sequences.
+Nothing is random, so most sequences have no chance of being picked, and the beams have no weights
+for estimates. They show the most probable sequences.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 @dataclass(frozen=True, repr=False, eq=False)
 class TopK(Design):
-    """Beam search (eq:beam_subset)."""
+    """Beam search: the K most probable candidates at every step (eq:beam_subset)."""
 
     name = "top-k"
     summary = "beam search; nothing is random"
@@ -41,7 +41,7 @@ class TopK(Design):
 
 
 def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return [B, K] the largest of the values [B, N] and their places; -inf where N < K."""
+    """Return [B, K] the largest of the values [B, N] and their indices; -inf where N < K."""
     here = min(k, values.shape[-1])
     top = torch.topk(values, here, dim=-1)
     return pad(top.values, (0, k - here), value=-math.inf), pad(top.indices, (0, k - here))

@@ -1,4 +1,4 @@
-"""The error of an estimate from a single beam, and its unbiased estimate by joint inclusion.
+"""The variance of an estimate, estimated from a single beam by joint inclusion probabilities.
 
 The estimate is G = Σ_{y ∈ Y} w(y) f(y), and its error is random only through the beam Y. With the
 joint inclusion probabilities π(y, y') along the path,
@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 ROUNDING = 1e-20
-"""A variance of at most this, relative to the square of the estimate, is rounding of terms that
-agree."""
+"""A variance of at most this, relative to the square of the estimate, is rounding error of terms
+that agree."""
 
 
 class DrawnSequences(Protocol):
@@ -64,7 +64,7 @@ class DrawnSequences(Protocol):
 
 
 def infinite_freedom(weight: Tensor) -> Tensor:
-    """Return [B] infinite degrees of freedom, for a variance that is no sample variance."""
+    """Return [B] infinite degrees of freedom, for a variance that is not a sample variance."""
     return torch.full((len(weight),), math.inf, device="cpu")
 
 
@@ -86,7 +86,7 @@ def joint_variance(
     ratio = torch.where(both, log_pair - joint_log_inclusion, -math.inf).exp()
     square = torch.einsum("bij,bid,bjd->bd", ratio, values, values)
     variance = (weight[..., None] * values).sum(1).square() - square
-    # Where every pick was certain, the difference of the two is rounding.
+    # Where every pick was certain, the difference of the two is rounding error.
     magnitude = torch.einsum("bij,bid,bjd->bd", ratio, values.abs(), values.abs())
     variance = torch.where(variance.abs() < 1e-12 * magnitude, 0.0, variance)
     if log_norm is None:

@@ -29,7 +29,7 @@ from cpsbs.estimation.weights import log_weights_of, warn_of_far_sums
 from cpsbs.search.beams import Beams
 
 Weighted = dict[tuple[int, ...], tuple[float, float]]
-"""Relative weight and log p of the different sequences of a source."""
+"""The relative weight and log p of each distinct sequence of a source, by its tokens."""
 
 AGREEMENT = 1e-14
 """A variance of several beams of at most this, relative to the square of the value, is rounding of
@@ -58,9 +58,9 @@ def estimate(
 
     The estimand is the expectation under the distribution p that was searched: the model's, after
     logits processors, temperature and nucleus truncation, and *truncated at* ``max_length``. A
-    sequence that has not ended after ``max_length`` tokens counts as an outcome, with the
+    sequence that has not ended after ``max_length`` tokens is an outcome like any other, with the
     probability of its tokens, so that the probabilities of all outcomes sum to one; f is called on
-    what is there. Whether a sequence has ended is in ``Beams.finished``; if truncated sequences
+    these tokens. Whether a sequence has ended is in ``Beams.finished``; if truncated sequences
     must not count, raise ``max_length`` until hardly any are left.
 
     Args:
@@ -76,7 +76,7 @@ def estimate(
             is no error bar then, because it would have to include the error of π.
         decode: a function from lists of tokens to texts, such as
             ``partial(tokenizer.batch_decode, skip_special_tokens=True)``.
-        name: the name of f in print.
+        name: the name of f in the printed result.
 
     Raises:
         ValueError: if f fails, naming the sequence; or if the beams have no weights.
@@ -89,7 +89,9 @@ def estimate(
     check_function(f, len(several[0]))
     log_inclusion = getattr(log_inclusion, "log_value", log_inclusion)
     if log_inclusion is not None and len(several) > 1:
-        raise ValueError("log_inclusion belongs to one Beams; it cannot be given with a list")
+        raise ValueError(
+            "log_inclusion belongs to one Beams; it cannot be given with a list of them"
+        )
     log_weights = torch.stack([log_weights_of(b, log_inclusion) for b in several])
     known: list[Known] = [{} for _ in range(len(several[0]))]
     values = torch.stack([function_values(f, b, known, decode) for b in several])
@@ -130,7 +132,7 @@ def estimate(
     merged = [_merged(of_source) for of_source in tables]
     scalar = all(v.ndim == 0 for table in known for v in table.values())
     seeds = [b.settings.get("seed") for b in several]
-    source = "unbiased weights" if log_inclusion is None else "given inclusion"
+    weighting = "unbiased weights" if log_inclusion is None else "given inclusion"
     return Estimate(
         value=value[:, 0] if scalar else value,
         variance=None if variance is None else (variance[:, 0] if scalar else variance),
@@ -141,7 +143,7 @@ def estimate(
         captured=_on_cpu([sum(math.exp(p) for _, p in m.values()) for m in merged]),
         sum_of_weights=sum_of_weights,
         function=name or str(getattr(f, "name", getattr(f, "__name__", type(f).__name__))),
-        estimator=source + (", normalised" if normalize else ""),
+        estimator=weighting + (", normalised" if normalize else ""),
         repeats=len(several),
         settings={**several[0].settings, **({"seed": seeds} if len(several) > 1 else {})},
         advice=_advice(several, log_inclusion is not None),
@@ -163,7 +165,7 @@ def _checked(beams: Beams | Sequence[Beams]) -> list[Beams]:
     if any(design != designs[0] for design in designs):
         raise ValueError(
             f"beams made with different settings of design cannot be mixed: {designs}. A design "
-            "that is no frozen dataclass is equal only to itself: pass one object to all searches"
+            "that is not a frozen dataclass equals only itself: pass one object to all searches"
         )
     for name in ("temperature", "nucleus", "max_length", "model"):
         made = [b.settings.get(name) for b in several]
@@ -183,7 +185,7 @@ def _checked(beams: Beams | Sequence[Beams]) -> list[Beams]:
 def _repeated_variance(terms: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor]:
     """Return [B, d] the variance of a mean of terms [R, B, d], and [B] its degrees of freedom.
 
-    It is NaN where the terms agree, because they do not tell how often others would not.
+    It is NaN where the terms agree, because that does not tell how often others would differ.
     """
     variance = terms.var(0) / len(terms)
     variance = torch.where(variance > AGREEMENT * value.square(), variance, math.nan)
@@ -227,7 +229,7 @@ def _effective_size(weights: Sequence[float]) -> float:
 
 
 def _advice(several: Sequence[Beams], given: bool) -> str:
-    """Return what to do for an error bar where the beams do not tell their error."""
+    """Return what to do to get an error bar where the beams do not tell their error."""
     if given or len(several) > 1:
         return ""
     (beams,) = several

@@ -30,7 +30,7 @@ class Entropy:
     Args:
         rao_blackwell: whether to average Σ_t H(p(· | y_<t)) instead of Σ_t −log p(y_t | y_<t).
             Given the prefix, the first is the mean of the second, so that the expectation is the
-            same, and the search computes it with ``entropy=True``. The error is usually smaller, by
+            same; the search keeps the first with ``entropy=True``. The error is usually smaller, by
             a factor of 1.2 to 5 in docs/estimation.md, but not always: where all sequences have the
             same probability, the plain form has no error (after Amini, Vieira and Cotterell, 2025).
     """
@@ -56,8 +56,8 @@ class KullbackLeibler:
         other: a function without arguments that makes the model q for the same sources; it is
             called once for each ``Beams``.
         own: a function that makes the searched model p again. If it is given, the estimate is
-            Rao–Blackwellised: it averages Σ_t KL of the distributions of the next token instead of
-            Σ_t of the log-ratio of the token.
+            Rao–Blackwellised: it averages Σ_t KL(p(· | y_<t) ‖ q(· | y_<t)) instead of
+            Σ_t log p(y_t | y_<t)/q(y_t | y_<t).
         temperature: the temperature of q.
     """
 
@@ -169,6 +169,6 @@ def _texts(beams: Beams, source: int, decode: Decode | None) -> list[str]:
             "batch_decode"
         )
     if not callable(decode) or hasattr(decode, "batch_decode"):
-        raise ValueError("decode is a tokenizer; give its method batch_decode")
+        raise ValueError("decode is a tokenizer; pass its method batch_decode")
     tokens = beams.tokens(source)
     return decode(tokens) if tokens else []  # a tokenizer may decode an empty list to [""]

@@ -43,7 +43,7 @@ class Inclusion:
     """Estimates of π(y) for the sequences of beams."""
 
     log_value: Tensor
-    """[B, K] log π(y), to be given to ``estimate``; NaN where there is no estimate or sequence."""
+    """[B, K] log π(y), to be passed to ``estimate``; NaN where there is no estimate or sequence."""
     standard_error: Tensor
     """[B, K] the standard error of π(y); NaN where it is not known."""
     runs: int
@@ -53,7 +53,7 @@ class Inclusion:
     never: Tensor
     """[B, K] whether the sequence came up in none of the runs."""
     log_runs: Tensor | None = None
-    """[B, K, M] the logarithms of the single runs, of hindsight importance sampling."""
+    """[B, K, M] log Π_t π_t of each run of hindsight importance sampling; None for Monte Carlo."""
 
     def __str__(self) -> str:
         missing = int(self.never.sum())
@@ -178,7 +178,7 @@ class Hindsight(DrawingDesign):
         self.design, self._sequences, self._lengths = design, sequences, lengths
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
-        """Return the number of the source, the step, and that the prefix is on the sequence."""
+        """Return the number of the source, the step, and 1 for a prefix that is on the sequence."""
         number = sources[:, None]
         return {"row": number, "step": torch.zeros_like(number), "on": torch.ones_like(number)}
 
@@ -212,13 +212,14 @@ class Hindsight(DrawingDesign):
         """Return [B, 1] the candidate that is a prefix of the sequence."""
         row, step = candidates.state["row"][:, 0], candidates.state["step"][:, 0]
         parent = candidates.state["on"].argmax(-1)
-        ended = step >= self._lengths[row]  # it is then its own candidate, in the place of token 0
+        # A sequence that has ended is its own candidate, in the place of token 0.
+        ended = step >= self._lengths[row]
         last = self._sequences.shape[-1] - 1
         token = torch.where(ended, 0, self._sequences[row, step.clamp(max=last)])
         return (parent * candidates.shape[-1] + token)[:, None]
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
-        """Draw from Q̃; every place of ``log_inclusion`` has that of the prefix under Q."""
+        """Draw from Q̃; ``log_inclusion`` is that of the prefix under Q in every place."""
         weights = self.design.candidate_weights(candidates, k)
         forced = self._forced(candidates)
         row = torch.arange(len(forced), device=forced.device)[:, None]
@@ -277,7 +278,7 @@ def _design_of(beams: Beams, design: str | Design | None) -> Design:
 
 
 def _check(beams: Beams, design: Design, runs: int, batch_size: int) -> None:
-    """Raise a ValueError if the arguments do not go together."""
+    """Raise a ValueError if an argument is out of range or does not fit the beams."""
     made = beams.settings.get("design")
     if made != repr(design):
         raise ValueError(f"design is {design!r}; it must be that of the beams, which is {made}")

@@ -16,7 +16,7 @@ def _bleu() -> Any:
 
 
 def sentence_bleu(text: str, reference: str) -> float:
-    """Return the BLEU of one sentence, between 0 and 1, by sacrebleu with its defaults."""
+    """Return the BLEU of one sentence, between 0 and 1, with the defaults of sacrebleu's own."""
     return min(1.0, float(_bleu().sentence_score(text, [reference]).score) / 100)
 
 

@@ -27,7 +27,7 @@ class Estimate:
     """Estimates of Var[value], of the same shape: 0 where the value is exact, NaN where the error
     is not known, and sometimes negative. None if the error of no source is known."""
     freedom: Tensor
-    """[B] the degrees of freedom of the variance, for the interval; inf if it is no sample
+    """[B] the degrees of freedom of the variance, for the interval; inf if it is not a sample
     variance."""
     exact: Tensor
     """[B] whether nothing was left out: every beam holds all sequences that there are (Σp = 1 to
@@ -50,7 +50,7 @@ class Estimate:
     settings: Mapping[str, Any]
     """How the beams were made; see ``Beams.settings``."""
     advice: str = ""
-    """What to do for an error bar where the error is not known."""
+    """What to do to get an error bar where the error is not known."""
     mean_of: int = 1
     """The number of sources that each value is a mean over: 1 unless this comes from ``mean``."""
     errors_known: int = 1
@@ -152,7 +152,7 @@ class Estimate:
 
     @staticmethod
     def from_dicts(entries: Iterable[Mapping[str, Any]]) -> Estimate:
-        """Return the estimate that ``to_dicts`` has written down, source by source.
+        """Return the estimate that the dictionaries of ``to_dicts``, one for each source, describe.
 
         The sources may come from several estimates of the same function with the same settings.
         """
@@ -203,7 +203,7 @@ class Estimate:
         return f"{label} = {self._number(b)} ({', '.join(how)})"
 
     def _number(self, b: int) -> str:
-        """Return the value of a source with its error, in print."""
+        """Return the value of a source with its error, as it is printed."""
         values, error = self.value[b].reshape(-1).tolist(), self.standard_error
         if bool(self.exact[b]) and self.value.ndim > 1:
             return f"[{', '.join(f'{value:.6g}' for value in values)}] exactly"
@@ -212,7 +212,7 @@ class Estimate:
         return f"[{shown}]" if self.value.ndim > 1 else shown
 
     def _notes(self, b: int) -> list[str]:
-        """Return what is to be said of the error of a source."""
+        """Return remarks on the error of a source, for its line."""
         error = self.standard_error
         if error is None or not bool(error[b].isfinite().all()):
             return ["error not known" + (f" ({self.advice})" if self.advice else "")]

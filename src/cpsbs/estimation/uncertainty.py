@@ -1,12 +1,12 @@
-"""The error of an estimate, from the single beam that it rests on, and the error of a mean.
+"""The error of an estimate from a single beam, and the error of a mean over sources.
 
-How well a beam tells the variance of G = Σ w f is for its design to say, in ``Design.variance``:
+How one beam tells the variance of G = Σ w f depends on its design (``Design.variance``):
 
 - ``conditional-poisson`` and ``calibrated`` need the joint inclusion probabilities along the path,
   which the search keeps with ``joint=True``; see ``cpsbs.designs.variance``.
 - ``gumbel-top-k`` with K ≥ 2 uses the threshold, given which the terms of G are uncorrelated.
 - ``independent`` uses the variance of its K samples over K.
-- ``stratified`` takes its light picks for independent, which is usually on the safe side.
+- ``stratified`` treats its light picks as independent, which is usually on the safe side.
 - ``arithmetic`` and ``sum-and-sample`` rest on one random draw for the whole beam, so that a single
   beam tells nothing; pass a list of independent beams to ``estimate``.
 
@@ -31,7 +31,7 @@ def one_beam_variance(
     """Return the design's estimate of the variance of the estimate, and its degrees of freedom.
 
     The variance is NaN where it is zero or rounding: terms that agree do not tell how much others
-    would differ. Beams that do not know the design that made them tell no error.
+    would differ. It is None for beams that do not know the design that made them.
 
     Args:
         beams: one beam of each source.

@@ -1,4 +1,4 @@
-"""Calling the function whose expectation is estimated, and checking what it returns."""
+"""Calls the function whose expectation is estimated, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ READY_MADE = {
     "length": "Length()",
     "probability": "Probability(holds)",
 }
-"""What people may have in mind when they give a name in the place of a function."""
+"""Objects of ``cpsbs.functions`` to suggest to a caller who gave a name instead of a function."""
 
 
 def check_function(f: Any, sources: int) -> None:
@@ -47,7 +47,7 @@ def _check_callable(f: Any) -> None:
             f"cpsbs.functions such as {', '.join(named)}"
         )
     if isinstance(f, type):
-        raise ValueError(f"f is the class {f.__name__}; give an object of it, {f.__name__}(...)")
+        raise ValueError(f"f is the class {f.__name__}; pass an object of it, {f.__name__}(...)")
     if not callable(f) and not hasattr(f, "of_beams"):
         raise ValueError(
             f"f is {f!r}; it must be a function of a sequence, or an object of cpsbs.functions"
@@ -57,8 +57,8 @@ def _check_callable(f: Any) -> None:
 def function_values(f: Any, beams: Beams, known: list[Known], decode: Decode | None) -> Tensor:
     """Return [B, K, d] f of every sequence, zero in empty places.
 
-    ``known`` has the values that earlier beams of each source have brought; new ones are added, so
-    that f is called once for each different sequence.
+    ``known`` holds the values from earlier beams of each source. New ones are added, so that f is
+    called once for each distinct sequence.
     """
     rows: list[list[Tensor]] = []
     for b, table in enumerate(known):
@@ -126,7 +126,7 @@ def _checked(value: Tensor, sequence: tuple[int, ...], source: int) -> Tensor:
     """Return the value if it is a finite number or vector."""
     if value.ndim > 1:
         raise ValueError(
-            f"f returned the shape {list(value.shape)}; allowed are numbers and vectors"
+            f"f returned the shape {list(value.shape)}; it must return a number or a vector"
         )
     if not bool(value.isfinite().all()):
         raise ValueError(

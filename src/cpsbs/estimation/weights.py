@@ -2,8 +2,8 @@
 
 Unbiased weights sum to one in expectation. ``stratified``, ``sum-and-sample`` and samples with
 replacement keep that sum in every beam; for the other designs it varies. Where it varies widely,
-unbiasedness is of no use: nearly all weight is in sequences that are hardly ever drawn, and the
-beams that are drawn miss it.
+unbiasedness is of no use: nearly all of the weight lies with sequences that are hardly ever drawn,
+and the beams that are drawn miss it.
 """
 
 from __future__ import annotations

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class SequenceModel(Protocol):
     """A distribution over token sequences for each of one or more sources.
 
-    Rows are in the order of their sources. A source starts with one row. Later it may have several,
-    some with the same prefix, or none.
+    A source is one input, such as a sentence to translate or a prompt to continue. Rows are in
+    the order of their sources. A source starts with one row. Later it may have several, some with
+    the same prefix, or none.
     """
 
     @property
@@ -57,8 +58,8 @@ class SequenceModel(Protocol):
     def start(self) -> Tensor:
         """Return [sources, V] scores of the first token; their softmax is its distribution.
 
-        The search calls it once, before anything else. A second call begins anew, or raises a
-        ValueError if the model is good for one search only.
+        The search calls it once, before any other method. A second call begins anew, or raises a
+        ValueError if the model can be searched only once.
         """
         ...
 
@@ -114,7 +115,7 @@ class FixedRowModel(SequenceModel, Protocol):
         ...
 
     def memo(self) -> dict[Any, Any]:
-        """Return a dictionary that lives as long as the buffers that ``step`` returns."""
+        """Return a dictionary that lives as long as the buffers of ``step``, for recorded steps."""
         ...
 
     def keep_sources(self, sources: Tensor) -> None:
@@ -169,15 +170,15 @@ def check_stops(stopped: object, rows: int) -> Tensor | None:
     if stopped.shape != (rows,) or stopped.dtype != torch.bool:
         raise ValueError(
             f"model.stops() returned {list(stopped.shape)} of {stopped.dtype}; it must return "
-            f"truth values [rows] = [{rows}], or None"
+            f"booleans [rows] = [{rows}], or None"
         )
     return stopped
 
 
 def score_faults(scores: object, rows: int, model: SequenceModel, whose: str) -> Iterator[str]:
-    """Yield a sentence for every fault of the scores that can be told without reading them.
+    """Yield a sentence for every fault of the scores that shows without reading their values.
 
-    Reading them would synchronise the host with the GPU. ``whose`` names what returned the scores.
+    Reading those would synchronise the host with the GPU. ``whose`` names what returned the scores.
     """
     if not isinstance(scores, Tensor):
         kind = type(scores).__name__

@@ -1,6 +1,6 @@
 """``check_model``: whether a model keeps the contract that the search relies on.
 
-It is for people who write a model of their own; our tests run it on every model we ship.
+It is for authors of models; our tests run it on every model we ship.
 
 A search drops rows, reorders them, repeats them and gives a source several of them. The check does
 all of that to a model on a small random tree of prefixes. It then asks for the same prefixes again
@@ -28,8 +28,8 @@ from cpsbs.models.base import (
     score_faults,
 )
 from cpsbs.models.layouts import (
+    Extensions,
     Row,
-    Step,
     as_tensors,
     different_rows,
     extended,
@@ -72,8 +72,8 @@ def check_model(
 
     Args:
         model: the model, if possible with two different sources or more; or a function without
-            arguments that makes one. A model that is good for one search only, such as
-            ``TransformersModel``, can be checked completely only through such a function; so can
+            arguments that makes one. A model that can be searched only once, such as
+            ``TransformersModel``, is checked completely only through such a function; so is
             ``join`` of a model with fixed rows.
         k: K, the number of rows that a source may have.
         max_length: the largest number of tokens in a sequence, as in a search: the model is asked
@@ -93,7 +93,7 @@ def check_model(
         raise ValueError(f"{check.name} breaks the contract of a model:\n{lines}") from check.cause
 
 
-class _Stop(Exception):  # noqa: N818, it is no error of its own
+class _Stop(Exception):  # noqa: N818, it is not an error
     """The end of the check, at a fault after which the model cannot be asked any further."""
 
 
@@ -165,22 +165,22 @@ class _Check:
         """Return a function that gives a model to start again, or None if there is none."""
         try:
             model.start()
-        except ValueError:  # the model is good for one search only, and says so
+        except ValueError:  # the model can be searched only once, and says so
             return make and (lambda: self._called("the function that makes the model", make))
         except Exception as error:
             self.cause = self.cause or error
             self._add(
                 f"a second start() raised {type(error).__name__}: {error}; it must begin anew, or "
-                "raise a ValueError if the model is good for one search only"
+                "raise a ValueError if the model can be searched only once"
             )
             raise _Stop from error
         return lambda: model
 
     # Walks: start(), and some steps.
 
-    def _explore(self, model: Any, eos: tuple[int, ...]) -> tuple[list[Step], list[Tensor]]:
+    def _explore(self, model: Any, eos: tuple[int, ...]) -> tuple[list[Extensions], list[Tensor]]:
         """Return the steps of a random walk, and the scores before the first and after each."""
-        rows, steps = first_rows(model.sources), list[Step]()
+        rows, steps = first_rows(model.sources), list[Extensions]()
         scores = [self._scores(model, "start", rows)]
         for t in range(1, self._max_length):
             step = self._extensions(rows, scores[-1], eos)
@@ -194,12 +194,12 @@ class _Check:
             steps.append(step)
         return steps, scores
 
-    def _extensions(self, rows: list[Row], scores: Tensor, eos: tuple[int, ...]) -> Step:
+    def _extensions(self, rows: list[Row], scores: Tensor, eos: tuple[int, ...]) -> Extensions:
         """Return at most K random extensions of every source; with K > 2, one of them twice."""
         possible = scores.isfinite()
         possible[:, [token for token in eos if 0 <= token < scores.shape[-1]]] = False
         tokens = [row.nonzero()[:, 0].tolist() for row in possible]
-        step: Step = []
+        step: Extensions = []
         for _, group in groupby(range(len(rows)), key=lambda i: rows[i][0]):
             parents = [i for i in group if tokens[i]]
             if not parents:
@@ -213,7 +213,7 @@ class _Check:
             step += own
         return step
 
-    def _not_stopped(self, model: Any, step: Step) -> Step:
+    def _not_stopped(self, model: Any, step: Extensions) -> Extensions:
         """Return the extensions that the model does not stop."""
         if not step or not isinstance(model, StoppingModel):
             return step
@@ -227,7 +227,7 @@ class _Check:
             return step
         return [x for x, ends in zip(step, stopped.tolist(), strict=True) if not ends]
 
-    def _walk(self, model: Any, steps: list[Step]) -> list[Tensor]:
+    def _walk(self, model: Any, steps: list[Extensions]) -> list[Tensor]:
         """Return the scores before the first and after each of these steps."""
         rows = first_rows(model.sources)
         scores = [self._scores(model, "start", rows)]
@@ -236,7 +236,7 @@ class _Check:
             scores.append(self._scores(model, "advance", rows, *as_tensors(step, model.device)))
         return scores
 
-    def _check_repeated(self, model: Any, steps: list[Step], seen: list[Tensor]) -> None:
+    def _check_repeated(self, model: Any, steps: list[Extensions], seen: list[Tensor]) -> None:
         """End the check if the same steps do not give the scores that were seen."""
         try:
             repeated = self._walk(model, steps)
@@ -273,7 +273,7 @@ class _Check:
 
     # Layouts: the same prefixes in other rows.
 
-    def _differs(self, sources: int, steps: list[Step], scores: list[Tensor]) -> Row | None:
+    def _differs(self, sources: int, steps: list[Extensions], scores: list[Tensor]) -> Row | None:
         """Return a row whose scores are not those that its prefix had before, if there is one."""
         rows = first_rows(sources)
         found = [self._differing(rows, scores[0])]
@@ -283,9 +283,9 @@ class _Check:
         return next(filter(None, found), None)
 
     def _differs_elsewhere(
-        self, again: Callable[[], Any], sources: int, steps: list[Step], eos: tuple[int, ...]
+        self, again: Callable[[], Any], sources: int, steps: list[Extensions], eos: tuple[int, ...]
     ) -> Row | None:
-        """Return such a row after these steps in other layouts, or after other walks, if any."""
+        """Return a row that differs in other layouts of these steps, or on other walks, if any."""
         for _ in range(ROUNDS):
             layouts = different_rows(sources, steps)
             for layout in (shuffled(layouts, self._k, self._choices), *single_rows(layouts)):
@@ -300,7 +300,7 @@ class _Check:
         return None
 
     def _differing(self, rows: Sequence[Row | None], scores: Tensor) -> Row | None:
-        """Return such a row after one step, if any; the scores of new prefixes become known."""
+        """Return a row that differs after one step, if any; the scores of new prefixes are kept."""
         here = [(row, value) for row, value in zip(rows, scores, strict=True) if row is not None]
         return next((r for r, x in here if _far(self._known.setdefault(r, x), x)), None)
 
@@ -350,7 +350,7 @@ class _Check:
                 self._called("model.keep_sources()", model.keep_sources, kept)
                 after = {s: rows for s, rows in after.items() if rows}
             # A source that has ended goes on with padding, and its scores are not read.
-            ended: Step = [(0, model.pad)] * self._k
+            ended: Extensions = [(0, model.pad)] * self._k
             steps = [
                 [extension_to(row, beams[s], self._choices) for row in rows]
                 for s, rows in after.items()

@@ -17,7 +17,7 @@ from torch import Tensor
 Row = tuple[int, tuple[int, ...]]
 """The source of a row, and its prefix."""
 
-Step = list[tuple[int, int]]
+Extensions = list[tuple[int, int]]
 """For each new row, the previous row that it extends, and the token by which it extends it."""
 
 
@@ -26,18 +26,18 @@ def first_rows(sources: int) -> list[Row]:
     return [(source, ()) for source in range(sources)]
 
 
-def extended(rows: Sequence[Row], step: Step) -> list[Row]:
+def extended(rows: Sequence[Row], step: Extensions) -> list[Row]:
     """Return the rows after a step."""
     return [(rows[parent][0], (*rows[parent][1], token)) for parent, token in step]
 
 
-def as_tensors(step: Step, device: torch.device) -> tuple[Tensor, Tensor]:
+def as_tensors(step: Extensions, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the parents [rows] and the tokens [rows] of a step."""
     parent, token = zip(*step, strict=True)
     return torch.tensor(parent, device=device), torch.tensor(token, device=device)
 
 
-def different_rows(sources: int, steps: list[Step]) -> list[list[Row]]:
+def different_rows(sources: int, steps: list[Extensions]) -> list[list[Row]]:
     """Return the different rows after each of the steps, in order."""
     rows, layouts = first_rows(sources), list[list[Row]]()
     for step in steps:
@@ -67,9 +67,11 @@ def single_rows(layouts: list[list[Row]]) -> Iterator[list[list[Row]]]:
         yield [[(source, prefix[:t])] for t in range(1, len(prefix) + 1)]
 
 
-def steps_through(layouts: list[list[Row]], sources: int, choices: random.Random) -> list[Step]:
+def steps_through(
+    layouts: list[list[Row]], sources: int, choices: random.Random
+) -> list[Extensions]:
     """Return steps from the first rows through these layouts."""
-    rows, steps = first_rows(sources), list[Step]()
+    rows, steps = first_rows(sources), list[Extensions]()
     for layout in layouts:
         steps.append([extension_to(row, rows, choices) for row in layout])
         rows = layout

@@ -70,4 +70,4 @@ def token_faults(vocab_size: int, eos: Sequence[int], pad: Sequence[int]) -> Ite
     """Yield a sentence for each special token that is not in the vocabulary."""
     for name, token in [*(("eos", x) for x in eos), *(("pad", x) for x in pad)]:
         if not 0 <= token < vocab_size:
-            yield f"model.{name} has the token {token}; allowed are 0 to V - 1 = {vocab_size - 1}"
+            yield f"model.{name} has the token {token}; it must be in 0 to V - 1 = {vocab_size - 1}"

@@ -82,7 +82,7 @@ class TableModel:
     def sequences(self, max_length: int, source: int = 0) -> dict[Prefix, float]:
         """Return every sequence of at most ``max_length`` tokens with its probability.
 
-        A sequence that has not ended by then counts as an outcome, as it does in the search.
+        A sequence that has not ended by then is an outcome like any other, as in the search.
         """
         done: dict[Prefix, float] = {}
         open_: dict[Prefix, float] = {(): 1.0}

@@ -1,7 +1,7 @@
-"""The one reading of a model's scores that every design starts from.
+"""Reads a model's scores once per step, and keeps what every design starts from.
 
-``reading`` cuts the tokens into chunks and keeps of each its maximum and a few sums;
-``candidates`` holds what a step of the search offers to a design, and what the design picks of it.
-``largest`` finds the largest of many numbers by way of chunks, and ``memory`` keeps scratch
-buffers.
+``reading`` cuts the tokens into chunks and keeps the maximum and a few sums of each;
+``candidates`` holds what a step of the search offers to a design, and what the design picks
+from it. ``largest`` finds the largest of many numbers from the maxima of chunks, and ``memory``
+keeps scratch buffers.
 """

@@ -1,4 +1,4 @@
-"""What a step of the search offers to a design, and what the design picks of it.
+"""What a step of the search offers to a design, and what the design picks from it.
 
 A step offers, for each of B sources, the extensions of P parents by V tokens: Y_{t−1} ∘ V. A
 finished parent offers a single candidate, itself, in the place of token 0. A design picks K of the
@@ -7,7 +7,7 @@ P·V candidates, which are numbered parent·V + token. The log-probability of a 
 
     log p(y v) = log p(y) + x_v − log Σ_u e^{x_u} ,
 
-so that nothing of the size of the scores has to be written down to normalise them.
+so that normalising the scores allocates nothing of their size.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Candidates:
     finished: Tensor
     """[B, P] whether a parent offers itself and nothing else."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, P] the state that the design returned with these parents."""
+    """[B, P] the state that the design returned when it picked these parents."""
     log_inclusion: Tensor | None = None
     """[B, P] float64, the sum of the log inclusion probabilities along the path of each parent, if
     the design returns them."""
@@ -83,8 +83,8 @@ class Candidates:
         rows = self.chunks.rows
         # Block by block, so that nothing of the size of the scores is kept.
         parts = torch.split(rows, max(1, block_size(rows.device) // rows.shape[-1]))
-        kind = torch.promote_types(rows.dtype, torch.float32)
-        scaled = (part.to(kind) / self.chunks.temperature for part in parts)
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        scaled = (part.to(dtype) / self.chunks.temperature for part in parts)
         sums = [torch.special.entr(x.softmax(-1)).sum(-1, dtype=torch.float64) for x in scaled]
         entropy, row = torch.cat(sums), self.chunks.row
         if row is None:
@@ -119,4 +119,4 @@ class Selection:
     """[B, K, K] log probability that both of two candidates were picked; None unless the search
     asked for it."""
     state: Mapping[str, Tensor] = field(default_factory=dict)
-    """[B, K] what the design will find with these candidates in the next step."""
+    """[B, K] what the design will find in ``Candidates.state`` in the next step."""

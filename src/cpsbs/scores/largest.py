@@ -1,4 +1,4 @@
-"""The m largest of N numbers, found by way of the maxima of chunks.
+"""The m largest of N numbers, found from the maxima of chunks.
 
 The m largest lie in the m chunks with the largest maxima: whatever lies in another chunk has m
 maxima before it that are at least as large. So one fast pass that takes maxima, and ``torch.topk``
@@ -35,7 +35,7 @@ def chunk_length(n: int, m: int) -> int:
 
 
 def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
-    """Return the m largest of x [R, N] in each row, in descending order, and their places."""
+    """Return the m largest of x [R, N] in each row, in descending order, and their indices."""
     n = x.shape[-1]
     chunk = chunk_length(n, m)
     if m == n or n // chunk < m:
@@ -52,10 +52,10 @@ def largest_by_chunks(x: Tensor, m: int) -> tuple[Tensor, Tensor]:
 
 
 def places_of_largest(x: Tensor, m: int) -> Tensor:
-    """Return the places [R, m] of the m largest of x [R, n], in descending order.
+    """Return the indices [R, m] of the m largest of x [R, n], in descending order.
 
-    It goes by way of the maxima of groups of eight, because ``torch.topk`` takes several times as
-    long for a number as taking the maximum does. For few numbers a single call is faster.
+    The maxima of groups of eight come first, because ``torch.topk`` takes several times as long for
+    a number as ``amax`` does. For few numbers a single call of ``torch.topk`` is faster.
     """
     rows, n = x.shape
     if n % 8 or n <= 16 * m or x.numel() < 2**17:

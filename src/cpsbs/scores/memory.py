@@ -1,4 +1,4 @@
-"""Memory that is kept between calls: a scratch buffer for each thread, and indices from 0 on."""
+"""Sizes of blocks, and memory that is kept between calls: scratch buffers and index tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _BUFFERS = _Buffers()
 
 
 def scratch_buffer(size: int, device: torch.device) -> Tensor:
-    """Return [size] float64 numbers to overwrite; the next call in this thread returns them again.
+    """Return [size] uninitialised float64 numbers, which the next call in this thread may reuse.
 
     On a CPU the buffer is kept: the operating system maps newly allocated memory page by page when
     it is first written to, which takes as long as the arithmetic that is done in it.

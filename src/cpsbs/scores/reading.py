@@ -1,17 +1,17 @@
-"""One reading of a model's scores, which every design starts from.
+"""Reads a model's scores once per step, and keeps what every design starts from.
 
-The tokens are cut into chunks, and of each chunk c one pass over the scores x keeps its maximum
-m_c and the power sums
+The tokens are cut into chunks. One pass over the scores x keeps, for each chunk c, its maximum m_c
+and the power sums
 
     S_{j,c} = Σ_{v ∈ c} e^{j (x_v − m_c)/τ} ,      j = 1…J ,      τ the temperature.
 
-Whatever a design asks is first answered for chunks, from a table some 50 times smaller than the
-scores, and then by scanning the members of the few chunks that matter: which candidates are the
-most probable (they lie in the chunks with the largest maxima), what all of them weigh together
+Whatever a design asks is first answered for chunks, from a table much smaller than the scores, and
+then by scanning the members of the few chunks that matter: which candidates are the most probable
+(they lie in the chunks with the largest maxima), what all of them weigh together
 (Σ_c e^{m_c/τ} S_{1,c}), where a sample falls (first in a chunk, then on a token of it).
 
-The sums have the precision of the scores, or float32 where that is less: seven digits, of numbers
-that a model knows to no more.
+The sums have the precision of the scores, but at least that of float32, whose seven digits are as
+many as a model's scores are good for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ models that forbid tokens with a large negative score."""
 
 
 def beam_chunk_length(parents: int, tokens: int, k: int, backend: Backend) -> int:
-    """Return the chunk length for a beam of K, of whose candidates a head is kept one by one."""
+    """Return the chunk length for a beam of K, whose ``head_size`` largest are kept one by one."""
     least = chunk_length(parents * tokens, head_size(k))
     return backend.chunk_length(least, parents, tokens)
 
@@ -47,9 +47,9 @@ class ScannedChunks:
     members: Tensor
     """[R, m, width] log-probabilities of the members, relative to the level."""
     level: Tensor
-    """[R, 1] float64."""
+    """[R, 1] float64, what was subtracted from the log-probabilities."""
     place: Tensor
-    """[R, m] the places of the largest candidates among the m · width members."""
+    """[R, m] the positions of the largest candidates among the m · width members."""
 
 
 @dataclass(frozen=True)
@@ -57,18 +57,18 @@ class Largest:
     """The m largest candidates of R sources."""
 
     values: Tensor
-    """[R, m] in descending order, but for rounding."""
+    """[R, m] score + offset in descending order, but for rounding."""
     index: Tensor
     """[R, m] the candidates, parent·V + token."""
     scanned: ScannedChunks | None = None
-    """The chunks that were scanned to find them, where their members are at hand."""
+    """The chunks that were scanned to find them; None if the members were not kept."""
 
 
 @dataclass(frozen=True)
 class Chunks:
     """Scores [R, P, V] of R sources with P parents each, whose tokens are cut into C chunks.
 
-    In the formulas of its methods a score is one that has been divided by the temperature.
+    In the formulas of the methods, "score" means the score divided by the temperature.
     """
 
     rows: Tensor
@@ -85,7 +85,7 @@ class Chunks:
     sums: Tensor
     """[J, R, P, C] Σ e^{j (score − maximum) / temperature} over each chunk, for j = 1…J."""
     backend: Backend = TORCH
-    """The backend that is asked before the reference here."""
+    """The backend that may take over some of the arithmetic here."""
 
     @property
     def shape(self) -> torch.Size:
@@ -149,7 +149,7 @@ class Chunks:
         return read(rows, self.temperature, self.length, terms, self.row, self.backend)
 
     def take(self, source: Tensor, candidate: Tensor) -> Tensor:
-        """Return float64 score / temperature of candidates parent·V + token of some sources.
+        """Return float64 score / temperature of some candidates (parent·V + token) of some sources.
 
         Both arguments have the same shape, or shapes that broadcast.
         """
@@ -189,7 +189,7 @@ class Chunks:
         else:
             place, rowless = self._existing_row(self.row.flatten()[number // chunks])
             first = place * tokens + start % tokens
-        # To copy chunk by chunk is many times faster than number by number.
+        # Copying chunk by chunk is many times faster than copying element by element.
         windows = self.rows.view(-1).unfold(0, self.width, 1)
         score = windows.index_select(0, first.flatten()).view(*chunk.shape, self.width).to(dtype)
         # In a chunk of nothing but -inf a finite maximum makes the differences -inf, not NaN.
@@ -207,9 +207,9 @@ class Chunks:
         return start, score
 
     def candidate_at(self, start: Tensor, place: Tensor) -> Tensor:
-        """Return the candidates [R, n] in the places [R, n] among the members of m chunks.
+        """Return the candidates [R, n] at the positions [R, n] among the members of m chunks.
 
-        ``start`` [R, m] are the candidates with which the chunks begin; the places count through
+        ``start`` [R, m] are the candidates with which the chunks begin; the positions count through
         their m · width members.
         """
         return start.gather(-1, place // self.width) + place % self.width
@@ -273,8 +273,8 @@ class Chunks:
         chunks, tokens = self.maxima.shape[-1], self.shape[-1]
         parent = excluded // tokens
         touched = parent * chunks + excluded % tokens // self.length
-        # The excluded candidates of a chunk stand side by side; ``first`` is the place of the first
-        # of them, for all of them.
+        # The excluded candidates of a chunk are neighbours; ``first`` maps each of them to the slot
+        # of the first.
         slot = shared_arange(touched.shape[-1], touched.device)
         new = torch.ones_like(touched, dtype=torch.bool)
         new[:, 1:] = touched[:, 1:] != touched[:, :-1]
@@ -298,7 +298,7 @@ class Chunks:
         return scores if self.temperature == 1.0 else scores / self.temperature
 
     def _existing_row(self, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Return a row [...] that exists for each of the rows [...], and which did not exist."""
+        """Return the rows [...] clamped to those that exist, and [...] which ones did not exist."""
         return row.clamp(max=len(self.rows) - 1), row == len(self.rows)
 
     def _levels(self, shift: Tensor) -> Tensor:
@@ -334,7 +334,7 @@ def read(
         length: the number of tokens in a chunk.
         terms: J, the number of power sums.
         row: [R, P] the row of each parent; see ``Chunks.row``.
-        backend: the backend that is asked before the reference.
+        backend: the backend that may take over some of the arithmetic.
     """
     tokens = scores.shape[-1]
     rows = scores.reshape(-1, tokens).contiguous()
@@ -374,9 +374,9 @@ def _sums_of_powers(weight: Tensor, terms: int) -> Tensor:
 
 
 def _without_negligible(weight: Tensor) -> Tensor:
-    """Set weights to zero, in place, whose fourth power is no normal number.
+    """Set to zero, in place, the weights whose fourth power is a subnormal number.
 
-    Weights are at most 1. The squares of such small ones do not count beside 1, and processors are
+    Weights are at most 1, and the squares of such small ones do not count beside 1. Processors are
     slow with subnormal numbers.
     """
     return torch.threshold_(weight, torch.finfo(weight.dtype).tiny ** 0.25, 0.0)

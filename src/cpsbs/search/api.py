@@ -37,19 +37,21 @@ def search(
 ) -> Beams:
     """Draw K sequences for each of the model's sources.
 
+    A source is one input of the model, such as a sentence to translate or a prompt to continue.
+
     Args:
         model: the model to draw from; see ``cpsbs.models``.
         k: K ≥ 1, the number of sequences to draw for each source.
         design: how K candidates are selected at every step, by name or as an object; see
             ``cpsbs.designs``.
         max_length: T, the largest number of tokens in a sequence. A sequence that has not ended by
-            then counts as an outcome.
+            then is an outcome like any other.
         temperature: τ > 0, with p_τ(y_t | ·) ∝ p(y_t | ·)^{1/τ}. It changes the distribution that
             is sampled from, unlike the annealing of a design.
         nucleus: after each prefix keep only the most probable tokens that make up this much
             probability (the paper uses 0.99), and treat the others as impossible.
         generator: a seed or a generator, from which every source gets a random stream of its own
-            by its number; or a list with a generator for each source. Either way a source's draw
+            by its index; or a list with a generator for each source. Either way a source's draw
             does not depend on what else is in the batch. (There is one exception: with conditional
             Poisson and a K so large and a distribution so flat that the head must grow, the head
             grows for the whole batch.)
@@ -77,12 +79,13 @@ def search_each(
     """Draw K sequences for the sources of many models; the beams come in the models' order.
 
     On a GPU this is continuous batching: the sources of the next model take the places of sources
-    that have ended as soon as all of them fit, so that a long list goes through without gaps. The
-    list should hold one transformers model with inputs that get shorter, the first batch as large
-    as the memory allows, the others smaller.
+    that have ended as soon as all of them fit, so that the GPU stays busy. For that, all models
+    must wrap the same transformers model. Put the longest inputs first, and make the first batch as
+    large as the memory allows and the others smaller.
 
     Args:
-        models: an iterable; the next model is made and started while those before it go on.
+        models: an iterable; the next model is taken from it and prefilled while the search of
+            earlier ones is still running.
         k: as in ``search``.
         design: as in ``search``.
         max_length: as in ``search``.
@@ -109,7 +112,7 @@ def _requests(
     settings: SearchSettings,
     generator: int | Iterable[Sequence[torch.Generator] | Streams],
 ) -> Iterator[Request]:
-    """Yield the models with their backends and random streams."""
+    """Yield a request for each model, with its backend and random streams."""
     seed = generator if isinstance(generator, int) else None
     given = None if isinstance(generator, int) else iter(generator)
     count = 0
@@ -137,7 +140,9 @@ def _streams(
 ) -> Streams:
     """Return the streams that were given for a model, if they fit."""
     if given is None:
-        raise ValueError("generator has fewer entries than there are models")
+        raise ValueError(
+            "generator has fewer entries than there are models; it must have one for each"
+        )
     if isinstance(given, Streams):
         streams = given
     elif isinstance(given, Sequence):
@@ -149,14 +154,15 @@ def _streams(
         )
     if streams.rows not in (model.sources, None):
         raise ValueError(
-            f"generator has {streams.rows} streams for a model of {model.sources} sources"
+            f"generator has {streams.rows} streams for a model of {model.sources} sources; it must "
+            "have one for each source"
         )
     return streams
 
 
 @torch.no_grad()
 def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
-    """Yield the beams of every request, in their order."""
+    """Yield the beams of every request, in the order of the requests."""
     first = queue.peek()
     if first is None:
         return

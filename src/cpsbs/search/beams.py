@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas
 
 COLUMNS = ["source", "rank", "text", "tokens", "p", "pi", "weight", "length", "finished"]
-"""What ``to_rows`` and ``to_pandas`` tell of a sequence."""
+"""The keys of ``Beams.to_rows`` and the columns of ``Beams.to_pandas``."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,9 @@ class Step:
 class Beams:
     """K sequences for each of B sources, the most probable first.
 
-    Probabilities are those of the model after logits processors and temperature, cut off at the
-    maximal length: a sequence that has not ended by then counts as an outcome.
+    Probabilities are those of the model after logits processors, temperature and nucleus
+    truncation, cut off at the maximal length: a sequence that has not ended by then is an outcome
+    like any other.
     """
 
     sequences: Tensor
@@ -55,15 +56,16 @@ class Beams:
     finished: Tensor
     """[B, K] whether the sequence has ended, rather than reached the maximal length."""
     present: Tensor
-    """[B, K] false for places that stay empty because there are fewer than K sequences."""
+    """[B, K] false for places that stayed empty, as where there are fewer than K sequences."""
     log_prob: Tensor
     """[B, K] log p(y); -inf in empty places."""
     log_inclusion: Tensor | None
     """[B, K] log of the inclusion probability: Σ_t log π_t(y) along the path that the search took,
-    or given the threshold for stochastic beam search; None for designs that have none."""
+    or given the threshold for stochastic beam search. -inf in empty places; None for designs that
+    do not know it."""
     log_weight: Tensor | None
     """[B, K] log w(y): Σ_y w(y) f(y) is an unbiased estimate of E f. -inf in empty places; None for
-    designs that are not random."""
+    designs that have no weights, such as beam search."""
     design: str
     """The name of the design."""
     pad: int
@@ -194,10 +196,10 @@ def collected(
 
     Args:
         found: hypotheses [n, K] of some sources, and their tokens [n, K, T]; all sources together.
-        design: knows the weights.
+        design: the design that drew them; it computes the weights.
         pad: the padding token.
         path: what was selected at every step, if it was kept.
-        label: what ``Beams.settings`` is to say.
+        label: the value of ``Beams.settings``.
     """
     parts = [part for part, _ in found]
     order = torch.cat([part.source for part in parts]).argsort()
@@ -252,15 +254,15 @@ def sequence_rows(
 
     Args:
         source: the number of the source.
-        entry: what ``Beams.to_dict`` tells of it.
+        entry: its entry under "sources" in ``Beams.to_dict``.
         texts: the texts of its sequences, if they are known.
     """
     sequences = entry["sequences"]
     shown: Sequence[str | None] = [None] * len(sequences) if texts is None else texts
     if len(shown) != len(sequences):
         raise ValueError(
-            f"texts[{source}] has {len(shown)} entries; source {source} has {len(sequences)} "
-            "sequences"
+            f"texts[{source}] has {len(shown)} entries; it must have one for each of the "
+            f"{len(sequences)} sequences of source {source}"
         )
     rows = []
     for rank, tokens in enumerate(sequences):

@@ -5,8 +5,8 @@ This file holds all of it, from top to bottom: ``run`` is the loop, ``Transition
 row of the model belongs to which hypothesis. Everything is written for a batch of sources at once.
 
 A source leaves the batch as soon as all of its hypotheses have ended, and the model is asked only
-about hypotheses that go on: a row costs what it computes. ``scheduler`` runs the same transition
-where launching a step costs more than computing it.
+about hypotheses that go on, because every row takes time. ``scheduler`` runs the same transition
+where launching a step takes longer than computing it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def run(request: Request, settings: SearchSettings) -> None:
         trail.append(slot, parent, beam.token)
         if settings.path:
             request.path.append(path_step(beam, selection, parent))
-        goes_on = going(beam, result.broken)
+        goes_on = still_open(beam, result.broken)
         if length == settings.max_length:
             goes_on = [False] * len(goes_on)
         if not all(goes_on):
@@ -68,8 +68,12 @@ def run(request: Request, settings: SearchSettings) -> None:
         rows.advance(parent, beam)
 
 
-def going(beam: Hypotheses, broken: Tensor) -> list[bool]:
-    """Return for each source whether a hypothesis goes on; one host–device synchronisation."""
+def still_open(beam: Hypotheses, broken: Tensor) -> list[bool]:
+    """Return for each source whether a hypothesis is open, with one host–device synchronisation.
+
+    Raises:
+        ValueError: if some scores could not be normalised.
+    """
     is_broken, *open_sources = torch.cat([broken[None], beam.open.any(-1)]).tolist()
     if is_broken:
         raise ValueError(NOT_NUMBERS)
@@ -84,7 +88,7 @@ def _split(flags: list[bool], device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 def path_step(beam: Hypotheses, selection: Selection, parent: Tensor) -> Step:
-    """Return what ``Beams.path`` tells of a step."""
+    """Return the entry of ``Beams.path`` for a step."""
     present, inclusion = selection.present, selection.log_inclusion
     return Step(beam.source, parent, beam.token, present, beam.log_prob, inclusion)
 
@@ -106,16 +110,16 @@ class Transition:
     @property
     def recordable(self) -> bool:
         """Whether a step never reads a result back to the host, so that it can be recorded."""
-        chosen = self.settings
-        reads_back = chosen.joint or chosen.path or chosen.nucleus is not None
-        return chosen.design.recordable(chosen.k) and not reads_back
+        settings = self.settings
+        reads_back = settings.joint or settings.path or settings.nucleus is not None
+        return settings.design.recordable(settings.k) and not reads_back
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a recording of the step depends on, apart from shapes."""
-        chosen = self.settings
-        numbers = (chosen.k, chosen.temperature, chosen.entropy)
-        return chosen.design, numbers, self.eos, self.pad
+        settings = self.settings
+        numbers = (settings.k, settings.temperature, settings.entropy)
+        return settings.design, numbers, self.eos, self.pad
 
     def __call__(
         self, beam: Hypotheses, scores: Tensor, streams: Streams, into: StepResult | None = None
@@ -141,27 +145,28 @@ class Transition:
             into: memory for the result, whose hypotheses may be ``beam`` itself.
         """
         candidates = self._candidates(beam, scores, row)
-        # A CPU can raise at once; elsewhere reading the flag back would stall the device.
+        # On a CPU this check is free; elsewhere it would stall the device, and the caller reads
+        # ``StepResult.broken`` when it synchronises.
         if scores.device.type == "cpu" and not bool(candidates.log_total.isfinite().all()):
             raise ValueError(NOT_NUMBERS)
-        chosen = self.settings
-        selection = chosen.design.select(candidates, chosen.k, streams, chosen.joint)
+        settings = self.settings
+        selection = settings.design.select(candidates, settings.k, streams, settings.joint)
         return selection, extended(beam, candidates, selection, self.eos, self.pad, into)
 
     def _candidates(self, beam: Hypotheses, scores: Tensor, row: Tensor | None) -> Candidates:
         """Return Y_{t−1} ∘ V: the extensions of open hypotheses, and the others as they are."""
-        chosen, temperature = self.settings, self.settings.temperature
-        if chosen.nucleus is not None:
-            scores, temperature = processed(scores, temperature, chosen.nucleus), 1.0
+        settings, temperature = self.settings, self.settings.temperature
+        if settings.nucleus is not None:
+            scores, temperature = processed(scores, temperature, settings.nucleus), 1.0
         parents, tokens = beam.token.shape[-1], scores.shape[-1]
-        length = beam_chunk_length(parents, tokens, chosen.k, self.backend)
-        terms = self.backend.power_sums(chosen.design.power_sums)
+        length = beam_chunk_length(parents, tokens, settings.k, self.backend)
+        terms = self.backend.power_sums(settings.design.power_sums)
         chunks = read(scores, temperature, length, terms, row, self.backend)
         return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
 
 def processed(scores: Tensor, temperature: float, nucleus: float | None) -> Tensor:
-    """Return a model's scores [..., V] in float32 or float64, scaled and truncated.
+    """Return a model's scores [..., V] divided by the temperature, in float32 or float64.
 
     With ``nucleus``, all but the most probable tokens that make up this mass are set to -inf.
     """
@@ -240,14 +245,14 @@ def _buffers(beam: Hypotheses, candidates: Candidates, selection: Selection) -> 
     """Return uninitialised memory for the hypotheses that were selected."""
     known = selection.log_inclusion is not None and beam.log_inclusion is not None
     index, value = selection.index, candidates.log_prob
-    flag, whole, real = (
-        [torch.empty(index.shape, dtype=kind, device=index.device) for _ in range(3)]
-        for kind in (torch.bool, torch.int64, value.dtype)
+    flag, integer, real = (
+        [torch.empty(index.shape, dtype=dtype, device=index.device) for _ in range(3)]
+        for dtype in (torch.bool, torch.int64, value.dtype)
     )
     after = Hypotheses(
         source=beam.source,
-        token=whole[0],
-        length=whole[1],
+        token=integer[0],
+        length=integer[1],
         log_prob=real[0],
         finished=flag[0],
         present=flag[1],
@@ -256,7 +261,7 @@ def _buffers(beam: Hypotheses, candidates: Candidates, selection: Selection) -> 
         joint=None,
         entropy=None,
     )
-    return StepResult(after, whole[2], torch.zeros((), dtype=torch.bool, device=index.device))
+    return StepResult(after, integer[2], torch.zeros((), dtype=torch.bool, device=index.device))
 
 
 @functools.cache
@@ -281,14 +286,14 @@ class OpenRows:
         self._row = torch.arange(model.sources, device=scores.device)[:, None].expand(-1, roots)
 
     def scores(self, beam: Hypotheses) -> tuple[Tensor, Tensor | None]:
-        """Return the scores of the next token, and whose they are: see ``with_selection``."""
+        """Return ``scores`` and ``row`` for ``Transition.with_selection``."""
         scores, is_open = self._scores, beam.open
         if is_open.numel() == len(scores) and bool(is_open.all()):
             return scores.view(*is_open.shape, -1), None
         return scores, self._row.masked_fill(~is_open, len(scores))
 
     def stopped(self, result: StepResult) -> Hypotheses:
-        """Return the hypotheses, ended where the model has a reason of its own to stop."""
+        """Return the hypotheses, with those finished that the model itself stops."""
         if self._stopping is None:
             return result.beam
         is_open = result.beam.open
@@ -299,7 +304,7 @@ class OpenRows:
         return replace(result.beam, finished=result.beam.finished.masked_scatter(is_open, stops))
 
     def keep(self, sources: Tensor) -> None:
-        """Keep the rows of these sources [b']; the model forgets rows that nobody extends."""
+        """Keep the rows of these sources [b']; the model drops the others at the next step."""
         self._row = self._row[sources]
 
     def advance(self, parent: Tensor, beam: Hypotheses) -> None:

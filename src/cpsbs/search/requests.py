@@ -26,20 +26,20 @@ class Request:
     """The random numbers of the sources."""
     backend: Backend
     label: Mapping[str, Any]
-    """How the beams are made: what ``Beams.settings`` will say."""
+    """How the beams are made; it becomes ``Beams.settings``."""
     found: list[tuple[Hypotheses, Tensor]] = field(default_factory=list)
     """Hypotheses [n, K] of sources that have ended, and their tokens [n, K, T]."""
     path: list[Step] = field(default_factory=list)
     _first_scores: Tensor | None = None
 
     def prefill(self) -> None:
-        """Start the model, which computes the scores of the first token; only the first time."""
+        """Start the model, unless it has started, and keep its scores of the first token."""
         if self._first_scores is None:
             scores = self.model.start()
             self._first_scores = check_scores(scores, self.model.sources, self.model, "start")
 
     def take_first_scores(self) -> Tensor:
-        """Return the scores [sources, V] of the first token, which are not kept any longer."""
+        """Return the scores [sources, V] of the first token, and drop them here to free memory."""
         self.prefill()
         scores, self._first_scores = self._first_scores, None
         assert scores is not None
@@ -68,8 +68,8 @@ class RequestQueue:
     def peek(self) -> Request | None:
         """Return the next request without beginning it, or None if there is none.
 
-        If others have begun, its model is started here, while the device is busy with them. An
-        error on the way is raised only when those that have begun are done.
+        If others have begun, its model is started here, while the device is busy with them. If
+        that fails, the error is raised only when those that have begun are done.
         """
         if self._waiting is None and self._error is None:
             try:

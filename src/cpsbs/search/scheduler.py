@@ -1,10 +1,10 @@
 """Continuous batching: sources of later requests take the places of sources that have ended.
 
-On a GPU a step costs what it takes to launch, and reading a result back stalls the device. So
-every place of the batch, with the K rows of the model that belong to it, stays occupied: hypotheses
-that have ended are carried along, steps are recorded and replayed, and the scheduler synchronises
-with the device only every ``SYNC_EVERY`` steps. What a source gets does not depend on any of this:
-its random numbers are its own.
+On a GPU the time of a step is the time it takes to launch its kernels, and reading a result back
+stalls the device. So every place of the batch, with the K rows of the model that belong to it,
+stays occupied: hypotheses that have ended are carried along, steps are recorded and replayed, and
+the scheduler synchronises with the device only every ``SYNC_EVERY`` steps. What a source gets does
+not depend on any of this: its random numbers are its own.
 
 A place is *running* (it belongs to a request) or *idle* (its source has been collected). After each
 synchronisation the scheduler takes one ``Action``.
@@ -24,7 +24,7 @@ from torch import Tensor
 from cpsbs.backends import Backend
 from cpsbs.models.base import FixedRowModel, SequenceModel, check_scores, eos_tokens
 from cpsbs.randomness import Streams
-from cpsbs.search.recursion import Transition, going, path_step
+from cpsbs.search.recursion import Transition, path_step, still_open
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.settings import SearchSettings
 from cpsbs.search.state import Hypotheses, StepResult, Trail
@@ -33,10 +33,10 @@ SYNC_EVERY = 8
 """Steps between two host–device synchronisations."""
 
 CROWDED = 512
-"""Rows up to which a step on a GPU takes the same time."""
+"""The number of rows up to which a step on a GPU takes about the same time."""
 
 SPARSE = 0.5
-"""The share of running places below which a crowded batch is made smaller."""
+"""The share of running places at which, or below which, a crowded batch is made smaller."""
 
 
 class Action(Enum):
@@ -49,7 +49,7 @@ class Action(Enum):
     REFILL = auto()
     """Collect, and let the sources of the next requests take idle places."""
     SHRINK = auto()
-    """Collect, and go on with fewer places, because few are running and nobody waits."""
+    """Collect, and go on with fewer places, because few are running and no request fits."""
     FINISH = auto()
     """Collect and stop: no place is running and no request fits."""
 
@@ -61,7 +61,7 @@ class Place:
     request: Request | None
     """Whose source runs here; None if the place is idle."""
     began: int
-    """After how many steps of the batch the source began."""
+    """How many steps the batch had taken when the source began."""
 
 
 class RecordedStep(Protocol):
@@ -82,14 +82,14 @@ class RecordedStep(Protocol):
 
 
 class Scheduler:
-    """A batch that begins with the sources of one request, whose model has fixed rows."""
+    """Searches a batch that begins with the sources of one request, whose model has fixed rows."""
 
     def __init__(self, request: Request, model: FixedRowModel, settings: SearchSettings) -> None:
         self._settings = settings
         self._transition = Transition.of(model, settings, request.backend)
         self._trail = Trail(model.sources, settings.k, model.pad, model.device, settings.max_length)
         self._slot = torch.arange(model.sources, device=model.device)
-        """[b] the slot of each place in the trail."""
+        """[b] the trail's slot for each place."""
         self._places = [Place(request, 0) for _ in range(model.sources)]
         self._steps = 0
         # A copy, because the streams of later sources will be put into it.
@@ -111,13 +111,13 @@ class Scheduler:
         oldest = 0
         while True:
             parent = self._step()
-            is_full = self._steps - oldest == self._settings.max_length
-            if is_full or self._steps % SYNC_EVERY == 0:
-                # The host prefills the next request while the device is busy. A path belongs to
-                # one request, so that nobody joins where it is kept.
+            at_limit = self._steps - oldest == self._settings.max_length
+            if at_limit or self._steps % SYNC_EVERY == 0:
+                # The host prefills the next request while the device is busy. Where a path is kept
+                # no request may join, because a path belongs to one request.
                 waiting = None if self._settings.path else queue.peek()
                 ended = self._synchronise()
-                action = self._next_action(ended, waiting, is_full)
+                action = self._next_action(ended, waiting, at_limit)
                 if action is not Action.CONTINUE:
                     self._collect(ended)
                     yield
@@ -157,8 +157,8 @@ class Scheduler:
         return self._steps - self._places[place].began
 
     def _synchronise(self) -> list[int]:
-        """Return the running places whose sources have ended, by their own or by their length."""
-        goes_on = going(self._beam, self._broken)
+        """Return the running places whose sources have ended or reached the maximal length."""
+        goes_on = still_open(self._beam, self._broken)
         return [
             i
             for i, place in enumerate(self._places)
@@ -166,7 +166,8 @@ class Scheduler:
             and (not goes_on[i] or self._age(i) == self._settings.max_length)
         ]
 
-    def _next_action(self, ended: list[int], waiting: Request | None, is_full: bool) -> Action:
+    def _next_action(self, ended: list[int], waiting: Request | None, at_limit: bool) -> Action:
+        """Return what to do, given the places that have ended and the next request, if any."""
         running = sum(place.request is not None for place in self._places) - len(ended)
         if waiting is not None and self._fits(waiting, len(self._places) - running):
             return Action.REFILL
@@ -175,7 +176,7 @@ class Scheduler:
         few = running <= SPARSE * len(self._places)
         if few and len(self._places) * self._settings.k > CROWDED:
             return Action.SHRINK
-        return Action.COLLECT if is_full else Action.CONTINUE
+        return Action.COLLECT if at_limit else Action.CONTINUE
 
     def _collect(self, ended: list[int]) -> None:
         """Hand the sources in these places over to their requests; the places become idle."""
@@ -187,9 +188,10 @@ class Scheduler:
             request.found.append((self._beam.of(at), tokens))
         for i in ended:
             self._places[i].request = None
-        # Sources at the maximal length are closed too, so that nobody waits for them.
+        # Hypotheses cut off at the maximal length are still open; close them, so that the places
+        # do not go on extending them.
         closed = self._beam.finished.index_fill(0, self._tensor(ended), True)
-        self._replace(replace(self._beam, finished=closed))
+        self._set_beam(replace(self._beam, finished=closed))
         self._rows.retire(ended)
 
     def _shrink(self, parent: Tensor) -> Tensor:
@@ -226,16 +228,16 @@ class Scheduler:
         result = self._transition(Hypotheses.roots(settings, streams, source), scores, streams)
         pairs = zip(self._beam.tensors(), result.beam.tensors(), strict=True)
         self._streams.put(places, streams)
-        self._replace(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
+        self._set_beam(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
         self._broken.logical_or_(result.broken)
         self._trail.begin(self._slot[at], result.parent, result.beam.token)
         self._rows.join(places, request.model)
         for i in places:
             self._places[i] = Place(request, self._steps - 1)
-        # The rows of a source that begins are all alike.
+        # The rows of a source that begins are all alike, so that any of them may be the parent.
         return parent.index_fill(0, at, 0)
 
-    def _replace(self, beam: Hypotheses) -> None:
+    def _set_beam(self, beam: Hypotheses) -> None:
         """Go on with these hypotheses, in the recorded step's buffers if there are any."""
         if self._recorded is None:
             self._beam = beam
@@ -256,7 +258,7 @@ class FixedRows:
         scores: [sources, V] of the first token.
         roots: how many copies of the empty sequence each source starts from.
         k: K.
-        backend: records the steps of the search.
+        backend: the backend that records the steps of the search.
     """
 
     def __init__(
@@ -290,7 +292,7 @@ class FixedRows:
         return alike and eos_tokens(own) == eos_tokens(model) and own.admits(model)
 
     def retire(self, places: list[int]) -> None:
-        """Tell the model that these places are idle; they stop attending to a growing past."""
+        """Tell the model that these places are idle and need not read a growing KV cache."""
         self._model.retire(places)
 
     def join(self, places: list[int], model: SequenceModel) -> None:

@@ -1,4 +1,4 @@
-"""How a search draws: one frozen value, checked once and carried through every layer.
+"""The settings of a search: one frozen value, checked once and carried through every layer.
 
 ``SearchSettings`` is what the recursion reads, what the command line fills in, and what a result is
 labelled with. ``SearchOptions`` names the same optional settings as keyword arguments, for the
@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 from cpsbs.designs import Design
 
 LEAST_TEMPERATURE = 1e-20
-"""Scores that are divided by less than this overflow in float32."""
+"""The smallest temperature; scores divided by less overflow in float32."""
 
 
 class SearchOptions(TypedDict, total=False):
@@ -48,7 +48,7 @@ class SearchSettings:
     entropy: bool = False
     """Whether to keep Σ_t H(p(· | y_<t)) along the path, for Rao–Blackwellised entropy."""
     path: bool = False
-    """Whether to keep what was picked at every step."""
+    """Whether to keep what was selected at every step."""
 
     def __post_init__(self) -> None:
         if isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1:

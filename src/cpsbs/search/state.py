@@ -19,29 +19,29 @@ class Hypotheses:
     """P hypotheses for each of the b sources that are still being searched."""
 
     source: Tensor
-    """[b] the number of the source in its model"""
+    """[b] the number of the source in its model."""
     token: Tensor
-    """[b, P] the last token"""
+    """[b, P] the last token."""
     length: Tensor
-    """[b, P] the number of tokens"""
+    """[b, P] the number of tokens."""
     log_prob: Tensor
-    """[b, P] log p of the prefix"""
+    """[b, P] log p of the prefix."""
     finished: Tensor
-    """[b, P] whether the hypothesis has ended"""
+    """[b, P] whether the hypothesis has ended."""
     present: Tensor
-    """[b, P] false for empty places"""
+    """[b, P] false for empty places."""
     state: Mapping[str, Tensor]
-    """[b, P] what the design keeps with a hypothesis"""
+    """[b, P] what the design keeps with a hypothesis."""
     log_inclusion: Tensor | None
-    """[b, P] log of the inclusion probability along the path"""
+    """[b, P] Σ_t log π_t, summed over the steps so far."""
     joint: Tensor | None
-    """[b, P, P] log of the joint inclusion probability along the path"""
+    """[b, P, P] the same for the joint inclusion probabilities of pairs."""
     entropy: Tensor | None
-    """[b, P] the entropies of the steps along the path, added up"""
+    """[b, P] Σ_t H(p(· | y_<t)), summed over the steps so far."""
 
     @staticmethod
     def roots(settings: SearchSettings, streams: Streams, source: Tensor) -> Hypotheses:
-        """Return Y_0: the empty sequence, as many times for each source as the design wants it."""
+        """Return Y_0: ``design.roots(k)`` copies of the empty sequence for each source."""
         design, k = settings.design, settings.k
         shape = (len(source), design.roots(k))
         zeros = torch.zeros(shape, dtype=torch.float64, device=source.device)
@@ -97,7 +97,7 @@ class StepResult:
     """A scalar: whether some scores could not be normalised."""
 
     def load(self, other: StepResult) -> None:
-        """Copy another result into these tensors; ``broken`` stays true once it is."""
+        """Copy another result into these tensors; ``broken`` stays true once it is set."""
         pairs = zip(self.beam.tensors(), other.beam.tensors(), strict=True)
         for own, new in [*pairs, (self.parent, other.parent)]:
             if own is not new:
@@ -146,7 +146,10 @@ class Trail:
             own.index_copy_(0, slot, given)
 
     def sequences(self, slot: Tensor, steps: Sequence[int]) -> Tensor:
-        """Return the tokens [n, K, T] of the hypotheses in the slots [n], after so many steps each.
+        """Return the tokens [n, K, T] of the hypotheses in the slots [n].
+
+        ``steps`` are the numbers of steps that the sources have taken: one for each slot, or a
+        single one for all.
 
         Where a hypothesis was s steps ago is a composition of s maps from places to places. All of
         these compositions take log₂ T rounds: in each, the maps that go d steps back are composed

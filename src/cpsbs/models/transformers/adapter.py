@@ -2,12 +2,13 @@
 
 What transformers prepares before it generates (encoder states, an empty KV cache, masks and
 positions) it prepares for us too: ``model.generate`` is called with a decoding method that only
-keeps what it is given. From there on the rows are ours. They are selected by parent at every step,
-so that a hypothesis that has ended is no longer computed. What belongs to a source and not to a
-hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of some source
-changes, and on a CPU keys and values stay in the same memory (``growing``). On a GPU a step of many
-small kernels takes longer to launch than to compute. There the backend of the search may take over:
-every source keeps K rows, and the step is recorded as a CUDA graph (``Backend.fixed_steps``).
+keeps what it is given. From there on the adapter manages the rows. They are selected by parent at
+every step, so that a hypothesis that has ended is no longer computed. What belongs to a source and
+not to a hypothesis (encoder states, cross-attention) moves only when the number of hypotheses of
+some source changes, and on a CPU keys and values stay in the same memory (``growing``). On a GPU a
+step of many small kernels takes longer to launch than to compute. There the backend of the search
+may take over: every source keeps K rows, and the step is recorded as a CUDA graph
+(``Backend.fixed_steps``).
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class TransformersModel:
     """A transformers model with its inputs, for the search.
 
     Args:
-        model: anything with ``generate``.
+        model: a transformers model that can ``generate``.
         logits_processor: processors to apply to the scores of the next token, on top of those that
-            the arguments below ask for. The result is normalised again. None are taken over from
-            the checkpoint's generation config but what defines the model's support: forced,
-            suppressed and bad tokens.
+            the arguments below ask for. The result is normalised again. The checkpoint's generation
+            config adds only those that define the model's support: forced, suppressed and bad
+            tokens.
         inputs: what you would pass to ``generate``: ``input_ids``, ``attention_mask``,
             ``encoder_outputs``, … Prompts of decoder-only models must be padded on the left.
     """
@@ -57,7 +58,7 @@ class TransformersModel:
 
     @classmethod
     def from_generate(cls, model: Any, **given: Any) -> TransformersModel:
-        """Make one from what transformers passes to a decoding method, with a row a source."""
+        """Make one from what transformers passes to a decoding method, one row for each source."""
         self = cls.__new__(cls)
         self._begin(model, **given)
         return self
@@ -89,14 +90,16 @@ class TransformersModel:
         layout = Layout(self.sources, config.num_beams, self.pad)
         # A search may return an unfinished sequence of maximal length; its end is not forced.
         wanted = [p for p in processors if type(p).__name__ != FORCED_END]
-        # Not a method, because a cycle of references would keep buffers on the device for long.
+        # Not a method: a reference cycle would keep buffers on the device until it is collected.
         ended = partial(_have_ended, self.eos, input_ids.shape[-1])
         self._processors = Processors(wanted, layout, ended)
         others = [c for c in criteria if type(c).__name__ not in OURS]
         self._criteria = Criteria(others, copy.copy(layout))
         self._in_training = any(module.training for module in model.modules())
         self._source = torch.arange(self.sources, device=self.device)
-        self._started, self._owns = False, False
+        self._started = False
+        self._owns = False
+        """Whether the tensors of sources are copies, which may be overwritten."""
         self._fixed: FixedSteps | None = None
         """The steps of fixed shape, once the rows are fixed."""
         text_config = model.config.get_text_config()
@@ -183,7 +186,7 @@ class TransformersModel:
             self._source = self._source.view(-1, fixed.k)[sources].flatten()
 
     def retire(self, places: list[int]) -> None:
-        """Take note that the search needs the sources in these places no more."""
+        """Note that the search no longer needs the sources in these places."""
         if self._fixed is not None:
             self._fixed.retire(places)
 
@@ -211,7 +214,7 @@ class TransformersModel:
         return self._fixed
 
     def _ordinary(self) -> TransformersModel:
-        """Return a copy that can go on by itself, without processors."""
+        """Return a copy that takes ordinary steps, without processors and without changing this."""
         apart = copy.copy(self)
         apart._processors, apart._kwargs = self._processors.without_any(), dict(self._kwargs)
         if CACHE in apart._kwargs:
@@ -228,7 +231,7 @@ class TransformersModel:
         return self._criteria(ids, self._source[parent])
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Switch off dropout, if there is any; asking all modules would slow every step."""
+        """Switch off dropout in training mode; submodules were asked once, because that is slow."""
         trains = self._in_training or self._model.training
         return evaluating(self._model) if trains else nullcontext()
 
@@ -258,7 +261,7 @@ class TransformersModel:
         return scores
 
     def _select(self, parent: Tensor) -> None:
-        """Keep the rows [rows] named, in their order."""
+        """Replace the rows by these previous rows [rows], in this order."""
         same_rows = len(parent) == len(self._ids) and bool(
             (parent == torch.arange(len(parent), device=parent.device)).all()
         )
@@ -281,10 +284,10 @@ class TransformersModel:
         self._owns |= not same_sources
 
     def _moves(self, parent: Tensor, source: Tensor) -> Moves:
-        """Return the move of what belongs to sources, when rows become those of other sources.
+        """Return how to move what belongs to sources, for rows that now have these sources [rows].
 
         The rows of a source have the same encoder states. So where there are no more rows than
-        before, and the tensors are ours, only rows whose source changes are written anew.
+        before, and the tensors are ours, only rows whose source changes are written.
         """
         shrinks = self._owns and len(source) <= len(self._source)
         if shrinks and self.device.type == "cpu" and not torch.is_grad_enabled():
@@ -318,7 +321,7 @@ class TransformersModel:
 
 
 def _have_ended(eos: tuple[int, ...], prompt: int, ids: Tensor) -> Tensor:
-    """Return [rows] whether each row [rows, t] has an end token behind the prompt."""
+    """Return [rows] whether each row [rows, t] has an end token after the prompt."""
     ends = torch.tensor(eos, dtype=ids.dtype, device=ids.device)
     return torch.isin(ids[:, prompt:], ends).any(-1)
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
-MORE = 16
-"""Further tokens that new memory has room for"""
+EXTRA_TOKENS = 16
+"""The number of further tokens that newly allocated memory has room for."""
 
 Spare = list[Tensor]
-"""Memory that is free, at most one piece; all tensors of a cache share it."""
+"""Free memory, at most one tensor, which all tensors of a cache share."""
 
 
 class Growing:
@@ -36,7 +36,7 @@ class Growing:
         rows, heads, more, dim = new.shape
         length = before.shape[2]
         shape = (rows, heads, length + more, dim)
-        self._memory = self._room_for(math.prod(shape), rows * heads * MORE * dim)
+        self._memory = self._room_for(math.prod(shape), rows * heads * EXTRA_TOKENS * dim)
         self.now = self._memory[: math.prod(shape)].view(shape)
         if index is None:
             self.now[:, :, :length].copy_(before)
@@ -48,7 +48,7 @@ class Growing:
         return self.now
 
     def _room_for(self, size: int, more: int) -> Tensor:
-        """Return free memory of at least ``size`` elements; if it must be new, with ``more``."""
+        """Return free memory for ``size`` elements; new memory has room for ``more`` besides."""
         memory = self._spare.pop() if self._spare else None
         if memory is None or memory.numel() < size or memory.dtype != self.now.dtype:
             memory = torch.empty(size + more, dtype=self.now.dtype, device=self.now.device)

@@ -1,4 +1,4 @@
-"""What transformers prepares for a decoding method, and what of it is refused.
+"""Lets transformers prepare a model's inputs, and refuses what would distort the search.
 
 Settings of a checkpoint that change the distribution are reset or refused, so that nothing creeps
 in that the caller did not ask for. Prompts that do not end where the model is to continue are

@@ -10,19 +10,19 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Moves:
-    """A selection of rows, which a tensor is called with."""
+    """A selection of rows; calling it with a tensor returns the selected rows of that tensor."""
 
     parent: Tensor
-    """[rows] which of the old rows each new row is"""
-    anew: Tensor | None = None
+    """[rows] which of the old rows each new row is."""
+    changed: Tensor | None = None
     """The new rows that differ from the old ones in their places. If they are given, only these are
     written, into the tensor itself."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the selected rows of x."""
-        if self.anew is None:
+        if self.changed is None:
             return x.index_select(0, self.parent.to(x.device))
-        x.index_copy_(0, self.anew, x.index_select(0, self.parent[self.anew]))
+        x.index_copy_(0, self.changed, x.index_select(0, self.parent[self.changed]))
         return x[: len(self.parent)]
 
 

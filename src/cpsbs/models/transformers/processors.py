@@ -37,7 +37,7 @@ ROW_WISE = frozenset(
 }
 """Classes of transformers that treat every row by itself."""
 
-ROW_A_SOURCE = frozenset(
+ONE_ROW_PER_SOURCE = frozenset(
     {"EncoderNoRepeatNGramLogitsProcessor", "EncoderRepetitionPenaltyLogitsProcessor"}
 )
 """Classes of transformers that look up a row's source. They are shown one row for each source,
@@ -67,7 +67,7 @@ def refuse_processors(processors: Sequence[Any]) -> None:
         if name in REMEMBERS_ROWS:
             raise ValueError(
                 f"logits_processor has a {name}, which {REMEMBERS_ROWS[name]}; the hypotheses of "
-                "a search change rows at every step, so it cannot be used here"
+                "a search change rows at every step, so it cannot be used here; leave it out"
             )
 
 
@@ -82,7 +82,7 @@ def refuse_criteria(criteria: Sequence[Any]) -> None:
 
 
 class Layout:
-    """Shows rows as transformers' ``generate`` would: ``beams`` rows a source, in their order.
+    """Shows rows as transformers' ``generate`` would: ``beams`` rows for each source, in order.
 
     Where a source has more rows than that, there are several such views, one after the other.
     Where it has fewer, its first row stands in for the others; a source without any row is shown
@@ -92,7 +92,7 @@ class Layout:
     def __init__(self, sources: int, beams: int, pad: int) -> None:
         self._sources, self._beams, self._pad = sources, beams, pad
         self._latest: Tensor | None = None
-        """[sources, tokens] a row of each source, as it was last seen"""
+        """[sources, tokens] a row of each source, as it was last seen."""
 
     def apply(
         self,
@@ -110,7 +110,7 @@ class Layout:
             ids: [rows, t] the tokens.
             values: [rows, ...] what belongs to them; zero is shown for a source without rows.
             source: [rows] their sources, ascending.
-            beams: rows a source, if it is another number than the layout's.
+            beams: the number of rows for each source; the layout's by default.
         """
         beams = beams or self._beams
         count = torch.bincount(source, minlength=self._sources)
@@ -150,9 +150,9 @@ class Processors:
 
     Args:
         processors: the processors, in the order in which they apply.
-        layout: shows rows to processors that may know of sources.
-        ended: maps rows [rows, t] to whether each [rows] has ended; constraints are not asked
-            about those.
+        layout: shows rows to processors that may rely on their order.
+        ended: maps rows [rows, t] to whether each [rows] has ended; ``prefix_allowed_tokens_fn`` is
+            not called for those.
     """
 
     def __init__(
@@ -177,7 +177,7 @@ class Processors:
             elif name == "PrefixConstrainedLogitsProcessor":
                 scores = self._constrained(processor, ids, scores, source)
             else:
-                beams = 1 if name in ROW_A_SOURCE else None
+                beams = 1 if name in ONE_ROW_PER_SOURCE else None
                 scores = self._layout.apply(_checked(processor), ids, scores, source, beams)
         return scores
 
@@ -238,7 +238,7 @@ class Criteria:
 
 
 def _without_scores(criterion: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the criterion as a function that maps rows to a truth value for each."""
+    """Return the criterion as a function that maps rows to a boolean for each."""
 
     def call(ids: Tensor, _: Tensor) -> Tensor:
         name = getattr(criterion, "__name__", type(criterion).__name__)
@@ -252,7 +252,7 @@ def _without_scores(criterion: Any) -> Callable[[Tensor, Tensor], Tensor]:
         if found.shape not in (torch.Size(), torch.Size([len(ids)])):
             raise ValueError(
                 f"the stopping criterion {name} returned the shape {list(found.shape)}; it must "
-                f"return one truth value, or one for each of the {len(ids)} rows"
+                f"return one boolean, or one for each of the {len(ids)} rows"
             )
         return found.to(torch.bool).expand(len(ids))
 
