@@ -159,7 +159,7 @@ def test_demo_shows_the_main_job() -> None:
     [
         (["sample"], "", "the input is empty"),
         (["sample"], "Yes.\n\nNo.\n", "text 2 is empty"),
-        (["sample"], "word " * 300 + "\n", "takes 256"),
+        (["sample"], "word " * 300 + "\n", "takes at most 256"),
         (["sample"], b"Yes.\n\xff\n", "line 2 has the byte 0xff"),
         (["sample", "Yes.", "--file", "x"], None, "give one of them"),
         (["sample", "--file", "nowhere"], None, "nowhere, which cannot be read: No such file"),

@@ -125,7 +125,11 @@ def test_any_lines_of_any_test_set(test_set: list[str], tmp_path: Path) -> None:
 
 def options(**changes: Any) -> Reproduction:
     names = [field.name for field in fields(Reproduction)]
-    given = dict.fromkeys(names) | {"experiments": [], "quick": True, "model": "en-fr"}
+    given: dict[str, Any] = dict.fromkeys(names) | {
+        "experiments": [],
+        "quick": True,
+        "model": "en-fr",
+    }
     given |= {"out": Path("out"), "device": "cpu", "engine": Engine.local}
     return Reproduction(**(given | changes))
 

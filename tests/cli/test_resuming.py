@@ -32,7 +32,7 @@ def texts(tmp_path: Path) -> Path:
 def command(texts: Path, causal: Path, output: Path) -> list[str]:
     """Two at a time, so that there are many batches."""
     sample = ["sample", "-f", str(texts), "-m", str(causal)]
-    return [*sample, "-k", "2", "--batch-size", "2", "-o", str(output)]
+    return [*sample, "-k", "2", "--batch-size", "2", "--max-length", "8", "-o", str(output)]
 
 
 def finish(arguments: list[str]) -> tuple[int, str]:

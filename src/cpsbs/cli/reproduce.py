@@ -119,8 +119,8 @@ def reproduce(
         int | None,
         typer.Option(
             min=1,
-            help="Number of workers, with OMP_NUM_THREADS threads each (default: 1). Default: one "
-            "per processor and thread, or 4 on a GPU.",
+            help="Number of workers. Default: 4 on a GPU, else one per processor. Set "
+            "OMP_NUM_THREADS for workers of more than one thread.",
             rich_help_panel=WHERE,
         ),
     ] = None,

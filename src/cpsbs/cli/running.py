@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import typer
 from rich.console import Console
@@ -76,10 +76,17 @@ def _reporting_warnings() -> Iterator[None]:
     """Report the first warning about weights as a note, and ignore further ones."""
     reported = False
 
-    def report(message: Warning | str, category: type[Warning], *rest: Any) -> None:
+    def report(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
         nonlocal reported
         if not issubclass(category, WeightWarning):
-            show(message, category, *rest)
+            show(message, category, filename, lineno, file, line)
         elif not reported:
             reported = True
             print_message("note", str(message))

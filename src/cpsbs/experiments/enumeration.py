@@ -65,7 +65,7 @@ def _subsets(candidates: dict[Prefix, float], k: int) -> dict[frozenset[Prefix],
     log_p = torch.tensor([math.log(candidates[name]) for name in names], dtype=torch.float64)
     design = ConditionalPoisson.from_log_probs(log_p, k)
     places = list(itertools.combinations(range(len(names)), k))
-    shares = (design.log_weights[torch.tensor(places)].sum(-1) - design.log_normalizer).exp()
+    shares = design.log_weights[torch.tensor(places)].sum(-1).softmax(-1)
     return {
         frozenset(names[i] for i in place): share
         for place, share in zip(places, shares.tolist(), strict=True)
