@@ -59,6 +59,8 @@ class Reproduction:
             dry_run: only print how many cells are missing, and how long they take.
             plot_only: compute nothing.
         """
+        if not dry_run:
+            required("matplotlib", "plots")  # before hours of work, not after them
         names = self._names
         scale, subjects = self._scale, self._subjects
         subject = subject_of(subjects, self._devices)
