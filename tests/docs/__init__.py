@@ -1,0 +1,1 @@
+"""The documentation: pages that run, and tables that show the last results."""

@@ -1,0 +1,134 @@
+"""Tables in the pages, and figures in their prose, are those of the last measurements."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import front
+from benchmarks.estimators import tables
+from benchmarks.tables import into_readme
+from training.evaluate import shown
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results"
+
+
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def results(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def assert_shown(page: str, measured: Mapping[str, object], names: tuple[str, ...]) -> None:
+    """Assert that a page has tables of these names, with what was measured in them."""
+    text = read(page)
+    for name in names:
+        assert f"<!-- table: {name} -->\n|" in text, name
+    assert into_readme(text, measured) == text
+
+
+def test_a_draw_costs_what_the_page_says() -> None:
+    assert_shown("docs/cost.md", results("conditional_poisson"), ("topk", "growth_n", "textbook"))
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/how-to/which-design.md"])
+def test_the_first_page_promises_what_was_measured(page: str) -> None:
+    found = results("front")
+    assert all(of_set["repeats"] >= 100 for of_set in found.values())
+    assert_shown(page, {"front": front.rows(found)}, ("front",))
+
+
+def test_the_page_on_designs_shows_the_last_results() -> None:
+    assert_shown("docs/how-to/which-design.md", tables(results("estimators")), ("summary",))
+
+
+def test_the_page_on_estimators_shows_the_last_results() -> None:
+    assert_shown("docs/estimation.md", tables(results("estimators")), ("rmse_BLEU",))
+
+
+def test_the_model_card_shows_the_last_scores() -> None:
+    scores = json.loads((ROOT / "training/results/scores.json").read_text())
+    assert_shown("src/cpsbs/embedded/en-fr/README.md", {"scores": shown(scores)}, ("scores",))
+
+
+def test_the_page_on_speed_shows_the_last_results() -> None:
+    page = read("docs/speed.md")
+    names = ("selection", "decoding", "corpus", "leak", "scaling")
+    assert_shown("docs/speed.md", results("gpu"), names)
+    on_cpu = results("decoding")
+    assert_shown("docs/speed.md", {"shares": on_cpu["shares"]}, ("shares",))
+    few, many = ({row["design"]: row["ratio"] for row in on_cpu[part]} for part in ("k5", "k20"))
+    design = "conditional-poisson"
+    assert f"CPSBS took {few[design]:.2f} times as long" in page
+    assert re.search(rf"at K = 5 and {many[design]:.2f}\b", page)
+    design = "gumbel-top-k"
+    assert f"stochastic beam search {few[design]:.2f} and {many[design]:.2f}" in page
+
+
+def test_the_page_on_gpus_tells_the_last_speeds() -> None:
+    page, measured = read("docs/how-to/gpu.md"), results("gpu")
+    fast = {(row["model"], row["what"]): row["times as fast"] for row in measured["decoding"]}
+    models = ("MarianMTModel", "LlamaForCausalLM")
+    marian, llama = (fast[name, "conditional-poisson"] for name in models)
+    assert f"CPSBS is {marian:.1f} times as fast" in page
+    assert f"and {llama:.1f} times for a model of the shape of a 1B Llama" in page
+    marian, llama = (fast[name, "stratified"] for name in models)
+    assert f"`stratified` takes longer for a step: {marian:.1f} and {llama:.1f} times" in page
+    corpus = {(row["batch"], row["what"]): row for row in measured["corpus"]}
+    best = corpus[1024, "conditional-poisson, refilled by halves"]
+    speed, ratio = best["sentences a second"], best["over transformers' best"]
+    assert f"at {speed:,.0f} sentences a second, {ratio:.0f} times transformers' best" in page
+
+
+def test_what_the_page_says_of_its_tables() -> None:
+    """Figures in the prose are those of the results."""
+    page, rows = read("docs/estimation.md"), results("estimators")["rows"]
+    cells: dict[tuple[str, float, int], dict[str, float]] = {}
+    for row in rows:
+        name = row["design"] + (" n." if row["normalized"] else "")
+        cells.setdefault((row["f"], row["temperature"], row["k"]), {})[name] = row["rmse"]
+    ratios = []
+    for cell in cells.values():
+        others = [x for n, x in cell.items() if not n.startswith(("stratified", "calibrated"))]
+        ratios.append(cell["stratified"] / min(others))
+    ahead = sum(ratio <= 1 for ratio in ratios)
+    assert f"than every baseline in {ahead} of these {len(ratios)} cells" in page
+    assert f"is {statistics.median(ratios):.2f})" in page
+    for said, baseline in {
+        "Monte Carlo": "independent",
+        "arithmetic sampling": "arithmetic",
+        "normalised SBS": "gumbel-top-k n.",
+        "normalised CPSBS": "conditional-poisson n.",
+        "sum-and-sample": "sum-and-sample",
+    }.items():
+        better = sum(cell["stratified"] < cell[baseline] for cell in cells.values())
+        assert re.search(rf"of {said} in {better}\b", page), said
+
+    def covered(design: str, k: tuple[int, ...], temperature: float) -> str:
+        found = [
+            row["coverage"]
+            for row in rows
+            if row["design"] == design
+            and not row["normalized"]
+            and row["f"] != "entropy RB"
+            and row["k"] in k
+            and row["temperature"] >= temperature
+        ]
+        return f"{100 * min(found):.0f} to {100 * max(found):.0f}%"
+
+    assert f"`stratified` covers {covered('stratified', (10, 20), 0.1)} for K ≥ 10" in page
+    assert f"{covered('stratified', (5,), 0.2)} for K = 5 from τ = 0.2" in page
+    assert f"not normalised: {covered('gumbel-top-k', (10, 20), 0.1)} for K ≥ 10" in page
+    sums = {
+        row["sum_of_weights"] for row in rows if row["design"] == "calibrated" and row["k"] == 20
+    }
+    assert f"averaged {min(sums):.3f} to {max(sums):.3f} in every cell at K = 20" in page
