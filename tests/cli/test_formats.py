@@ -133,9 +133,12 @@ def test_chat(folder: Path) -> None:
     chat = rows_of(run(folder, "sample", "--chat", "one dog", json.dumps(messages)))
     assert [record["texts"] for record in chat] == [record["texts"] for record in plain]
     assert chat[0]["text"] == "one dog"
+    wrapped = rows_of(run(folder, "sample", "--chat", json.dumps({"messages": messages})))
+    alone = rows_of(run(folder, "sample", "one dog and red cat and the"))
+    assert wrapped[0]["texts"] == alone[0]["texts"]
     result = CliRunner().invoke(app, ["sample", "--chat", "[1, 2", "-m", str(folder)])
     assert result.exit_code == 1
-    assert "not a JSON list of messages" in " ".join(result.stderr.split())
+    assert "begins like a JSON list of messages" in " ".join(result.stderr.split())
 
 
 @pytest.mark.parametrize("file", [None, "all.jsonl", "all.parquet"])

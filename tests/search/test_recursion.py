@@ -16,7 +16,7 @@ import torch
 from scipy import stats
 
 from cpsbs import DESIGNS, Beams, FunctionModel, TableModel, search
-from cpsbs.designs import Arithmetic, ConditionalPoissonDesign, Diverse
+from cpsbs.designs import Arithmetic, ConditionalPoissonDesign, Diverse, Selection, TopK
 from cpsbs.randomness import split_seed
 from tests.exact import Beam, Prefix, beam_law, conditional_poisson, without_replacement
 
@@ -352,3 +352,15 @@ def test_a_seed_is_noted_and_split() -> None:
     assert torch.equal(by_seed.sequences, again.sequences)
     with pytest.raises(ValueError, match=r"TransformersModel\(model, \*\*inputs\)"):
         search(object(), 3, max_length=3)  # type: ignore[arg-type]
+
+
+def test_a_design_that_picks_too_few_columns_is_named() -> None:
+    class Narrow(TopK):
+        name = "narrow"
+
+        def select(self, *arguments: Any, **keywords: Any) -> Selection:
+            found = super().select(*arguments, **keywords)
+            return Selection(found.index[:, :-1], found.present[:, :-1])
+
+    with pytest.raises(ValueError, match=r"narrow picked indices of the shape \[1, 2\]"):
+        search(MODEL, 3, Narrow(), max_length=3)

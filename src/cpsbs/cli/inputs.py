@@ -67,16 +67,16 @@ def read_prompts(texts: Sequence[str], chat: bool) -> list[Prompt]:
 
 def _conversation(number: int, text: str) -> Prompt:
     """Return the messages that a text holds as JSON, or the text as a user's message."""
-    if not text.lstrip().startswith("["):
+    if not text.lstrip().startswith(("[", '{"messages"')):
         return [{"role": "user", "content": text}]
     try:
-        messages = json.loads(text)
+        found = json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"text {number + 1} begins with [ but is not a JSON list of messages: {error}"
+            f"text {number + 1} begins like a JSON list of messages, but is none: {error}"
         ) from error
-    found: Prompt = messages
-    return found
+    messages: Prompt = found["messages"] if isinstance(found, dict) else found
+    return messages
 
 
 def check_utf8(argument: str, name: str) -> None:

@@ -60,7 +60,8 @@ DesignName = Annotated[
 Temperature = Annotated[
     float,
     typer.Option(
-        help="Temperature of the model; below 1, likely sequences become likelier.",
+        help="Temperature of the model; below 1, likely sequences become likelier. For good "
+        "sentences of a translation model, try 0.5.",
         rich_help_panel=DRAW,
     ),
 ]
@@ -186,7 +187,8 @@ Chat = Annotated[
     typer.Option(
         "--chat",
         help="Send each text as a user message through the model's chat template. A text that is a "
-        'JSON list of messages, [{"role": "user", "content": "…"}], is a whole conversation.',
+        'JSON list of messages, [{"role": "user", "content": "…"}], or an object with such a list '
+        'as "messages", is a whole conversation.',
         rich_help_panel=INPUT,
     ),
 ]

@@ -26,9 +26,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-20
+ROUNDING = 1e-14
 """A variance of at most this, relative to the square of the estimate, is rounding error of terms
-that agree."""
+that agree: their log-probabilities are sums of float32 numbers."""
 
 
 class DrawnSequences(Protocol):

@@ -151,6 +151,12 @@ class Transition:
             raise ValueError(NOT_NUMBERS)
         settings = self.settings
         selection = settings.design.select(candidates, settings.k, streams, settings.joint)
+        if selection.index.shape != (len(beam.source), settings.k):
+            raise ValueError(
+                f"the design {settings.design!r} picked indices of the shape "
+                f"{list(selection.index.shape)}; it must be [sources, k], with present=False in "
+                "places that stay empty. cpsbs.check_design(design, k) tells more"
+            )
         return selection, extended(beam, candidates, selection, self.eos, self.pad, into)
 
     def _candidates(self, beam: Hypotheses, scores: Tensor, row: Tensor | None) -> Candidates:
