@@ -27,9 +27,9 @@ def test_a_row_for_every_sequence() -> None:
     assert [row["rank"] for row in rows] == [0, 1, 2]
     assert [row["tokens"] for row in rows] == beams.tokens(0)
     assert [row["text"] for row in rows] == words(beams)[0]
-    assert [row["p"] for row in rows] == beams.log_prob[0].exp().tolist()
+    assert [row["p"] for row in rows] == pytest.approx(beams.log_prob[0].exp().tolist())
     assert beams.log_weight is not None
-    assert [row["weight"] for row in rows] == beams.log_weight[0].exp().tolist()
+    assert [row["weight"] for row in rows] == pytest.approx(beams.log_weight[0].exp().tolist())
     for row in rows:
         assert list(row) == COLUMNS
         assert row["weight"] == pytest.approx(row["p"] / row["pi"])
