@@ -23,11 +23,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 UNDERSTOOD = {
     *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal"),
-    *("position_bias", "kwargs"),
+    *("position_bias", "cache", "kwargs"),
 }
 """Parameters of transformers' attention function whose meaning is known here."""
 
-UNUSUAL = ("softcap", "s_aux", "head_mask", "layer_head_mask", "output_attentions")
+UNUSUAL = ("softcap", "s_aux", "head_mask", "layer_head_mask", "output_attentions", "cache")
 """Further arguments that a model may pass; with any of them, transformers' function is called."""
 
 log = logging.getLogger("cpsbs")
