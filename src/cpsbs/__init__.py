@@ -1,7 +1,8 @@
 """Conditional Poisson stochastic beam search: draw K sequences, and estimate expectations.
 
 ``load`` makes a model from a checkpoint and its tokenizer, ``search`` draws K sequences from a
-model by a sampling design, and ``estimate`` turns them into an expectation with an error bar.
+model by a sampling design, ``estimate`` turns them into an expectation with an error bar, and
+``answers`` into a distribution over answers.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import cpsbs.interrupts  # noqa: F401, before the imports that take long
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
+from cpsbs.decisions.answers import Answers, answers
 from cpsbs.designs import DESIGNS, Design
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusion
@@ -28,6 +30,7 @@ __version__ = "0.2.0"
 
 __all__ = [
     "DESIGNS",
+    "Answers",
     "Beams",
     "ConditionalPoisson",
     "Design",
@@ -40,6 +43,7 @@ __all__ = [
     "TextModel",
     "TransformersModel",
     "__version__",
+    "answers",
     "check_design",
     "check_model",
     "diversity",

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cpsbs.designs.base import Design
 from cpsbs.designs.top_k import largest
-from cpsbs.designs.variance import DrawnSequences, infinite_freedom
+from cpsbs.designs.variance import DrawnSequences, effective_freedom, infinite_freedom
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 
@@ -103,15 +103,16 @@ class GumbelTopK(Design):
     ) -> tuple[Tensor | None, Tensor]:
         """Return Σ (w f)² (1 − q), because the terms w f are uncorrelated given the threshold.
 
-        With K = 1 the variance is infinite, and no beam tells it.
+        Few terms may make up most of the sum, so that it has the degrees of freedom of its terms
+        (``effective_freedom``). With K = 1 the variance is infinite, and no beam tells it.
         """
-        freedom = infinite_freedom(weight)
         if drawn.log_inclusion is None or drawn.k == 1:
-            return None, freedom
+            return None, infinite_freedom(weight)
         excluded = torch.where(drawn.present, -torch.expm1(drawn.log_inclusion), 0.0)
-        spread = (excluded[..., None] * (weight[..., None] * values).square()).sum(1)
+        terms = excluded[..., None] * (weight[..., None] * values).square()
         # The residuals of a ratio are from the same K sequences that the ratio was fitted to.
-        return spread if log_norm is None else spread * drawn.k / (drawn.k - 1), freedom
+        scale = 1.0 if log_norm is None else drawn.k / (drawn.k - 1)
+        return scale * terms.sum(1), effective_freedom(terms)
 
 
 def _gumbel(uniform: Tensor) -> Tensor:

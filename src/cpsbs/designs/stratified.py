@@ -36,7 +36,7 @@ from torch import Tensor
 
 from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
-from cpsbs.designs.variance import DrawnSequences, infinite_freedom
+from cpsbs.designs.variance import DrawnSequences, difference_variance, infinite_freedom
 from cpsbs.randomness import BELOW_ONE, Streams, shuffle_keys
 from cpsbs.scores.candidates import Candidates, Selection
 
@@ -117,24 +117,14 @@ class Stratified(DrawingDesign):
     def variance(
         self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:
-        """Return the variance that independent light picks would have.
+        """Return the variance of the light picks by successive differences along the tree.
 
-        Light picks are usually better than independent ones, because they are spread over the
-        parents, so that the estimate is on the safe side. It can be too small where f differs more
-        between the extensions of one hypothesis than between hypotheses.
+        Heavy sequences are certain and add nothing. See ``cpsbs.designs.variance``.
         """
         if drawn.log_inclusion is None:
             return None, infinite_freedom(weight)
-        terms = weight[..., None] * values
-        light = (drawn.present & (drawn.log_inclusion < 0))[..., None].to(terms.dtype)
-        count = light.sum(1)
-        mean = (light * terms).sum(1) / count.clamp(min=1)
-        spread = (light * (terms - mean[:, None]).square()).sum(1)
-        spread = spread * count / (count - 1).clamp(min=1)
-        # A single light pick does not tell how much others would differ.
-        spread = torch.where(count == 1, math.nan, spread)
-        freedom = torch.where(count == 0, math.inf, (count - 1).clamp(min=1))[:, 0]
-        return spread, freedom.cpu()
+        light = drawn.present & (drawn.log_inclusion < 0)
+        return difference_variance(drawn, light, weight, values)
 
 
 def _starts(size: Tensor, times: Tensor, share: Tensor, turn: Tensor, uniform: Tensor) -> Tensor:

@@ -10,6 +10,8 @@ unbiased*: P(path) / Π_t π_t is the law of the search that is forced to keep y
 which is M = 1 of ``eq:is-good``, but presents it as a consistent estimator only. *Normalised*
 estimates divide by Σ w. They are biased, but their error is much smaller where the weights vary
 much.
+
+``estimate`` is at the top; ``FunctionValues`` below it calls f.
 """
 
 from __future__ import annotations
@@ -22,27 +24,16 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.variance import infinite_freedom
+from cpsbs.estimation.arguments import Decode, check_function, checked_beams
+from cpsbs.estimation.bounds import Bounds, certified, check_within, stated_bounds
 from cpsbs.estimation.result import Estimate
 from cpsbs.estimation.uncertainty import one_beam_variance
-from cpsbs.estimation.values import Decode, Known, check_function, function_values
-from cpsbs.estimation.weights import log_weights_of, warn_of_far_sums
+from cpsbs.estimation.weights import WeightTables, log_weights_of, warn_of_far_sums
 from cpsbs.search.beams import Beams
-
-Weighted = dict[tuple[int, ...], tuple[float, float]]
-"""The relative weight and log p of each distinct sequence of a source, by its tokens."""
 
 AGREEMENT = 1e-14
 """A variance of several beams of at most this, relative to the square of the value, is rounding of
 beams that agree; log-probabilities are in float32."""
-
-COMPLETE = 1e-5
-"""By how much Σp may differ from one in a beam that holds all sequences: log-probabilities are sums
-of up to some hundred float32 numbers."""
-
-SAME = 1e-9
-"""By how much Σ |w − p| may differ from zero in a beam whose weights are the probabilities. Where
-mass is missing, unbiased weights exceed the probabilities by as much in expectation, so that this
-bounds what is missing far more tightly than Σp does."""
 
 
 def estimate(
@@ -52,6 +43,7 @@ def estimate(
     normalize: bool = False,
     log_inclusion: Any = None,
     decode: Decode | None = None,
+    bounds: Bounds | None = None,
     name: str | None = None,
 ) -> Estimate:
     """Estimate the expectation E_p f(y) for every source.
@@ -76,25 +68,38 @@ def estimate(
             is no error bar then, because it would have to include the error of π.
         decode: a function from lists of tokens to texts, such as
             ``partial(tokenizer.batch_decode, skip_special_tokens=True)``.
+        bounds: (a, b), between which every value of f lies, whether seen or not; -inf and inf are
+            allowed, and lists of numbers if f is vector-valued. The result then has bounds that are
+            certain, ``Estimate.bounds``. By default what f itself says by an attribute ``bounds``,
+            and (0, 1) if f returns true or false.
         name: the name of f in the printed result.
 
     Raises:
-        ValueError: if f fails, naming the sequence; or if the beams have no weights.
+        ValueError: if f fails or lies outside its bounds, naming the sequence; or if the beams
+            have no weights and f has no bounds. Beams without weights, such as those of beam
+            search, have certain bounds only: the value is NaN.
 
     Warns:
         WeightWarning: if the sums of the weights are far from one, so that the estimate is not to
             be trusted, normalised or not.
     """
-    several = _checked(beams)
+    several = checked_beams(beams)
     check_function(f, len(several[0]))
     log_inclusion = getattr(log_inclusion, "log_value", log_inclusion)
     if log_inclusion is not None and len(several) > 1:
         raise ValueError(
             "log_inclusion belongs to one Beams; it cannot be given with a list of them"
         )
-    log_weights = torch.stack([log_weights_of(b, log_inclusion) for b in several])
-    known: list[Known] = [{} for _ in range(len(several[0]))]
-    values = torch.stack([function_values(f, b, known, decode) for b in several])
+    evaluated = FunctionValues(f, decode, len(several[0]))
+    values = torch.stack([evaluated.of_beams(b) for b in several])
+    limits = stated_bounds(f, bounds, evaluated.boolean, several[0], values.shape[-1])
+    if limits is not None:
+        check_within(limits, several, values)
+    weighted = log_inclusion is not None or several[0].log_weight is not None
+    if weighted or limits is None:
+        log_weights = torch.stack([log_weights_of(b, log_inclusion) for b in several])
+    else:
+        log_weights = torch.full_like(torch.stack([b.log_prob for b in several]), -math.inf)
     # Weights may be too small for a float, so that where only their ratios count they are relative
     # to the largest of the source.
     largest = log_weights.amax((0, 2)).clamp(min=-1e300)
@@ -103,7 +108,9 @@ def estimate(
     total = (weights[..., None] * values).sum(2)
     norm = weights.sum(-1, keepdim=True)
     value = total.mean(0) / norm.mean(0) if normalize else total.mean(0)
-    if len(several) > 1:
+    if not weighted:
+        value, variance, freedom = value * math.nan, None, infinite_freedom(weights[0])
+    elif len(several) > 1:
         # The terms of a mean of R beams; of a ratio of means, by linearisation.
         terms = (total - norm * value) / norm.mean(0) if normalize else total
         variance, freedom = _repeated_variance(terms, value)
@@ -116,70 +123,41 @@ def estimate(
         variance, freedom = one_beam_variance(several[0], weight, centred, log_norm, value)
     else:
         variance, freedom = one_beam_variance(several[0], weights[0], values[0], None, value)
-    relative = (log_weights - largest[:, None]).exp()
-    factor = relative.sum(-1).reciprocal() if normalize else largest.exp().expand(len(several), -1)
-    tables = [
-        [_by_sequence(b, w[i], i) for b, w in zip(several, relative, strict=True)]
-        for i in range(len(known))
-    ]
-    factors = factor.T.tolist()
-    exact = _on_cpu([all(map(_is_exact, *pair)) for pair in zip(tables, factors, strict=True)])
+    tables = WeightTables.of(several, log_weights, largest)
+    exact = tables.exact(normalize)
     if bool(exact.any()):
         unknown = torch.full_like(value, math.nan) if variance is None else variance
         variance = torch.where(exact.to(value.device)[:, None], 0.0, unknown)
-    sum_of_weights = log_weights.exp().sum(-1).mean(0).cpu()
-    warn_of_far_sums(sum_of_weights, several[0].design, normalize)
-    merged = [_merged(of_source) for of_source in tables]
-    scalar = all(v.ndim == 0 for table in known for v in table.values())
+    lower, upper = None, None
+    if limits is not None:
+        ends = certified(limits, tables.probabilities, evaluated.known, values.shape[-1])
+        lower, upper = (torch.where(exact[:, None], value.cpu(), end) for end in ends)
+    sums = log_weights.exp().sum(-1).mean(0).cpu()
+    if weighted:
+        warn_of_far_sums(sums, several[0].design, normalize)
+
+    def shaped(x: Tensor | None) -> Tensor | None:
+        return x[:, 0] if x is not None and evaluated.scalar else x
+
     seeds = [b.settings.get("seed") for b in several]
     weighting = "unbiased weights" if log_inclusion is None else "given inclusion"
     return Estimate(
-        value=value[:, 0] if scalar else value,
-        variance=None if variance is None else (variance[:, 0] if scalar else variance),
+        value=value[:, 0] if evaluated.scalar else value,
+        variance=shaped(variance),
         freedom=freedom,
         exact=exact,
-        distinct=_on_cpu([len(m) for m in merged]),
-        effective_size=_on_cpu([_effective_size([w for w, _ in m.values()]) for m in merged]),
-        captured=_on_cpu([sum(math.exp(p) for _, p in m.values()) for m in merged]),
-        sum_of_weights=sum_of_weights,
+        distinct=tables.distinct,
+        effective_size=tables.effective_size,
+        captured=tables.captured,
+        sum_of_weights=sums,
         function=name or str(getattr(f, "name", getattr(f, "__name__", type(f).__name__))),
-        estimator=weighting + (", normalised" if normalize else ""),
+        estimator=weighting + (", normalised" if normalize else "") if weighted else "no weights",
         repeats=len(several),
         settings={**several[0].settings, **({"seed": seeds} if len(several) > 1 else {})},
         advice=_advice(several, log_inclusion is not None),
+        lower=shaped(lower),
+        upper=shaped(upper),
     )
-
-
-def _checked(beams: Beams | Sequence[Beams]) -> list[Beams]:
-    """Return the beams as a list, if they can be averaged: independent ones of one kind."""
-    several = [beams] if isinstance(beams, Beams) else []
-    if isinstance(beams, list | tuple):
-        several = list(beams)
-    if not several or not all(isinstance(b, Beams) for b in several):
-        raise ValueError("beams must be Beams, or a list of Beams that is not empty")
-    if len({(b.design, b.k, len(b)) for b in several}) > 1:
-        raise ValueError("beams of different designs, sizes or numbers of sources cannot be mixed")
-    designs: list[Any] = [b.made_by for b in several]
-    if None in designs:  # beams from elsewhere have at most the printed design
-        designs = [b.settings.get("design") for b in several]
-    if any(design != designs[0] for design in designs):
-        raise ValueError(
-            f"beams made with different settings of design cannot be mixed: {designs}. A design "
-            "that is not a frozen dataclass equals only itself: pass one object to all searches"
-        )
-    for name in ("temperature", "nucleus", "max_length", "model"):
-        made = [b.settings.get(name) for b in several]
-        if any(value != made[0] for value in made):
-            raise ValueError(
-                f"beams made with different settings of {name} cannot be mixed: {made}"
-            )
-    seeds = [b.settings.get("seed") for b in several if b.settings.get("seed") is not None]
-    if len(set(seeds)) < len(seeds):
-        raise ValueError(
-            "two of the beams were drawn with the same seed, so they are not independent; search "
-            "with different seeds"
-        )
-    return several
 
 
 def _repeated_variance(terms: Tensor, value: Tensor) -> tuple[Tensor | None, Tensor]:
@@ -189,43 +167,7 @@ def _repeated_variance(terms: Tensor, value: Tensor) -> tuple[Tensor | None, Ten
     """
     variance = terms.var(0) / len(terms)
     variance = torch.where(variance > AGREEMENT * value.square(), variance, math.nan)
-    return variance, _on_cpu([float(len(terms) - 1)] * len(value))
-
-
-def _by_sequence(beams: Beams, weight: Tensor, source: int) -> Weighted:
-    """Return the weights [K] of a source's beam by sequence; those of repeats are added up."""
-    here = beams.present[source]
-    table: Weighted = {}
-    rows = (beams.tokens(source), weight[here].tolist(), beams.log_prob[source][here].tolist())
-    for y, w, log_p in zip(*rows, strict=True):
-        before = table.get(tuple(y), (0.0, log_p))[0]
-        table[tuple(y)] = (before + w, log_p)
-    return table
-
-
-def _merged(tables: Sequence[Weighted]) -> Weighted:
-    """Return the sums of the weights over several beams of a source."""
-    merged: Weighted = {}
-    for table in tables:
-        for y, (w, log_p) in table.items():
-            merged[y] = (merged.get(y, (0.0, log_p))[0] + w, log_p)
-    return merged
-
-
-def _is_exact(table: Weighted, factor: float) -> bool:
-    """Return whether a beam holds all sequences and weights each by its probability.
-
-    The weights in the table are to be multiplied by ``factor``.
-    """
-    pairs = [(w * factor, math.exp(log_p)) for w, log_p in table.values()]
-    captured = sum(p for _, p in pairs)
-    return abs(captured - 1) <= COMPLETE and sum(abs(w - p) for w, p in pairs) <= SAME
-
-
-def _effective_size(weights: Sequence[float]) -> float:
-    """Return (Σ w)² / Σ w²."""
-    square = sum(w * w for w in weights)
-    return sum(weights) ** 2 / square if square > 0 else 0.0
+    return variance, torch.full((len(value),), float(len(terms) - 1), device="cpu")
 
 
 def _advice(several: Sequence[Beams], given: bool) -> str:
@@ -233,12 +175,119 @@ def _advice(several: Sequence[Beams], given: bool) -> str:
     if given or len(several) > 1:
         return ""
     (beams,) = several
+    if beams.log_weight is None:
+        return "search with a design that has weights, such as 'stratified'"
     by_joint = beams.made_by is not None and beams.made_by.needs_joint and beams.k > 1
     if by_joint and beams.joint_log_inclusion is None:
         return "search with joint=True"
     return "estimate from a list of independent beams"
 
 
-def _on_cpu(values: Sequence[float]) -> Tensor:
-    """Return [n] the numbers as a tensor on the CPU, whatever torch's default device is."""
-    return torch.tensor(values, device="cpu")
+Known = dict[tuple[int, ...], Tensor]
+"""The values of f that are known for the sequences of a source, by their tokens."""
+
+
+class FunctionValues:
+    """Calls f once for each distinct sequence of a source, and checks what it returns.
+
+    Args:
+        f: what ``estimate`` was given: a function, an object of ``cpsbs.functions``, or a list with
+            one for each source.
+        decode: a function from lists of tokens to texts; None if f takes tokens.
+        sources: the number of sources.
+    """
+
+    def __init__(self, f: Any, decode: Decode | None, sources: int) -> None:
+        self._f, self._decode = f, decode
+        self.known: list[Known] = [{} for _ in range(sources)]
+        """The values so far, for each source."""
+        self._booleans, self._others = 0, 0
+
+    @property
+    def boolean(self) -> bool:
+        """Whether f is a plain function that has returned nothing but true and false."""
+        return self._booleans > 0 and self._others == 0
+
+    @property
+    def scalar(self) -> bool:
+        """Whether all values so far are numbers rather than vectors."""
+        return all(v.ndim == 0 for table in self.known for v in table.values())
+
+    def of_beams(self, beams: Beams) -> Tensor:
+        """Return [B, K, d] f of every sequence, zero in empty places."""
+        rows: list[list[Tensor]] = []
+        for b, table in enumerate(self.known):
+            tokens = [tuple(y) for y in beams.tokens(b)]
+            g = self._f[b] if isinstance(self._f, list | tuple) else self._f
+            if hasattr(g, "of_beams"):
+                self._others += 1
+                found = g.of_beams(beams, b, self._decode).to(torch.float64)
+                table.update(zip(tokens, found, strict=True))
+            else:
+                new = [y for y in dict.fromkeys(tokens) if y not in table]
+                table.update(zip(new, self._called(g, new, b), strict=True))
+            rows.append([_checked(table[y], y, b) for y in tokens])
+        sizes = {v.numel() for row in rows for v in row}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"f returned vectors of different lengths, {sorted(sizes)}; all must have the same"
+            )
+        out = beams.log_prob.new_zeros((*beams.log_prob.shape, *(sizes or {1})))
+        for b, row in enumerate(rows):
+            if row:
+                out[b, beams.present[b]] = torch.stack([v.reshape(-1) for v in row]).to(out)
+        return out
+
+    def _called(self, f: Any, sequences: list[tuple[int, ...]], source: int) -> list[Tensor]:
+        """Return f of each of the sequences of a source, as float64 tensors."""
+        tokens, decode = [list(y) for y in sequences], self._decode
+        if not tokens:  # a tokenizer may decode an empty list to one empty text
+            return []
+        arguments: Sequence[Any] = tokens if decode is None else decode(tokens)
+        if len(arguments) != len(tokens):
+            raise ValueError(
+                f"decode returned {len(arguments)} texts for {len(tokens)} sequences of source "
+                f"{source}; it must return one for each"
+            )
+        batched = getattr(f, "batched", False)
+        results: list[Any] = []
+        for i, argument in enumerate([list(arguments)] if batched else arguments):
+            try:
+                results.append(f(argument))
+            except Exception as error:
+                which = "sequences" if batched else f"sequence {tokens[i]}"
+                hint = "" if decode else " (it was given tokens; for texts, pass decode)"
+                raise ValueError(
+                    f"f failed on the {which} of source {source}: {type(error).__name__}: "
+                    f"{error}{hint}"
+                ) from error
+        if batched:
+            results = list(results[0])
+            if len(results) != len(arguments):
+                raise ValueError(
+                    f"f is batched and returned {len(results)} values for {len(arguments)} "
+                    "sequences; it must return one for each"
+                )
+        booleans = sum(isinstance(r, bool) for r in results)
+        self._booleans += booleans
+        self._others += len(results) - booleans
+        try:
+            return [torch.as_tensor(r, dtype=torch.float64, device="cpu") for r in results]
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(
+                f"f must return numbers or vectors of numbers; it returned {results[0]!r}"
+            ) from error
+
+
+def _checked(value: Tensor, sequence: tuple[int, ...], source: int) -> Tensor:
+    """Return the value if it is a finite number or vector."""
+    if value.ndim > 1:
+        raise ValueError(
+            f"f returned the shape {list(value.shape)}; it must return a number or a vector"
+        )
+    if not bool(value.isfinite().all()):
+        raise ValueError(
+            f"f is {value.tolist()} on the sequence {list(sequence)} of source {source}; "
+            "it must be finite"
+        )
+    return value

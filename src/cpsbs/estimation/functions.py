@@ -6,20 +6,22 @@
 Each has a ``name`` and a method ``of_beams(beams, source, decode)`` that returns f of the source's
 sequences, [n] or [n, d], in the order of ``beams.tokens(source)``; a class of your own with these
 two works as well. ``decode`` is the function from lists of tokens to texts that ``estimate`` was
-given, or None.
+given, or None. An attribute ``bounds``, (a, b) or a function of the beams that returns it, says
+between which numbers every value lies; ``Estimate.bounds`` follows from it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpsbs.estimation.metrics import sentence_bleu
+from cpsbs.estimation.arguments import Decode
+from cpsbs.estimation.metrics import sentence_bleu, sentence_chrf
 from cpsbs.estimation.scoring import divergence, log_prob
-from cpsbs.estimation.values import Decode
 from cpsbs.models.base import SequenceModel
 from cpsbs.search.beams import Beams
 
@@ -34,6 +36,8 @@ class Entropy:
             a factor of 1.2 to 5 in docs/estimation.md, but not always: where all sequences have the
             same probability, the plain form has no error (after Amini, Vieira and Cotterell, 2025).
     """
+
+    bounds = (0.0, math.inf)
 
     def __init__(self, rao_blackwell: bool = False) -> None:
         self.rao_blackwell = rao_blackwell
@@ -74,6 +78,7 @@ class KullbackLeibler:
                     "one, because a model holds the state of one search"
                 )
         self._other, self._own, self._temperature = other, own, temperature
+        self.bounds = (0.0, math.inf) if own else None  # of a single log-ratio nothing is known
         self.name = f"KL to temperature {temperature}" + (", Rao–Blackwellised" if own else "")
         self._of: Beams | None = None
         self._values = torch.empty(0, device="cpu")
@@ -95,6 +100,11 @@ class Length:
 
     name = "length"
 
+    def bounds(self, beams: Beams) -> tuple[float, float] | None:
+        """Return (1, the maximal length of the search), if that is known."""
+        longest = beams.settings.get("max_length")
+        return None if longest is None else (1.0, float(longest))
+
     def of_beams(self, beams: Beams, source: int, decode: Decode | None = None) -> Tensor:
         """Return [n] f of the source's sequences."""
         return beams.lengths[source][beams.present[source]].to(torch.float64)
@@ -111,6 +121,8 @@ class Bleu:
     """
 
     name = "BLEU"
+    bounds = (0.0, 1.0)
+    _metric = staticmethod(sentence_bleu)
 
     def __init__(self, references: Sequence[str], decode: Decode | None = None) -> None:
         if isinstance(references, str) or not all(isinstance(r, str) for r in references):
@@ -133,8 +145,18 @@ class Bleu:
     def _score(self, text: str, reference: str) -> float:
         key = (text, reference)
         if key not in self._known:
-            self._known[key] = sentence_bleu(text, reference)
+            self._known[key] = self._metric(text, reference)
         return self._known[key]
+
+
+class Chrf(Bleu):
+    """Sentence chrF against one reference for each source, between 0 and 1, by sacrebleu.
+
+    The arguments are those of ``Bleu``.
+    """
+
+    name = "chrF"
+    _metric = staticmethod(sentence_chrf)
 
 
 class Probability:
@@ -146,6 +168,8 @@ class Probability:
         name: the name of the property.
         decode: a function from lists of tokens to texts.
     """
+
+    bounds = (0.0, 1.0)
 
     def __init__(
         self, holds: Callable[[Any], bool], name: str = "property", decode: Decode | None = None

@@ -1,4 +1,4 @@
-"""Metrics of texts: sentence BLEU, and the diversity of a set of sequences."""
+"""Metrics of texts: sentence BLEU and chrF, and the diversity of a set of sequences."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ def _bleu() -> Any:
 def sentence_bleu(text: str, reference: str) -> float:
     """Return the BLEU of one sentence, between 0 and 1, with the defaults of sacrebleu's own."""
     return min(1.0, float(_bleu().sentence_score(text, [reference]).score) / 100)
+
+
+@cache
+def _chrf() -> Any:
+    """Return sacrebleu's metric."""
+    return required("sacrebleu", "metrics").metrics.CHRF()
+
+
+def sentence_chrf(text: str, reference: str) -> float:
+    """Return the chrF of one sentence, between 0 and 1, with the defaults of sacrebleu's own."""
+    return min(1.0, float(_chrf().sentence_score(text, [reference]).score) / 100)
 
 
 def diversity(sequences: Sequence[Sequence[Hashable]]) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,8 @@ class Estimate:
     """
 
     value: Tensor
-    """[B] the estimates, or [B, d] if f is vector-valued."""
+    """[B] the estimates, or [B, d] if f is vector-valued; NaN from beams without weights, which
+    have ``bounds`` only."""
     variance: Tensor | None
     """Estimates of Var[value], of the same shape: 0 where the value is exact, NaN where the error
     is not known, and sometimes negative. None if the error of no source is known."""
@@ -55,6 +56,10 @@ class Estimate:
     """The number of sources that each value is a mean over: 1 unless this comes from ``mean``."""
     errors_known: int = 1
     """Of a mean: the number of these sources whose own error is known."""
+    lower: Tensor | None = None
+    """The lower end of ``bounds``, of the shape of the value."""
+    upper: Tensor | None = None
+    """The upper end of ``bounds``."""
 
     @property
     def standard_error(self) -> Tensor | None:
@@ -64,19 +69,40 @@ class Estimate:
         """
         return None if self.variance is None else self.variance.sqrt()
 
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor] | None:
+        """Lower and upper bounds of the expectation that are certain, on the CPU.
+
+        They follow from the exact probabilities of the sequences that were found; see
+        ``cpsbs.estimation.bounds``. None if it is not known between which bounds f lies.
+        """
+        return None if self.lower is None or self.upper is None else (self.lower, self.upper)
+
     def interval(self, level: float = 0.95) -> tuple[Tensor, Tensor]:
-        """Return the ends of the confidence interval, with Student's t for a sample variance."""
+        """Return the ends of the confidence interval, with Student's t for a sample variance.
+
+        Where there are certain bounds, the interval is cut to them; where the error is not known,
+        they are the interval.
+        """
         if not 0 < level < 1:
             raise ValueError(f"level is {level}; it must be between 0 and 1")
-        if self.standard_error is None:
+        error = self.standard_error
+        if error is None and self.bounds is None:
             raise ValueError(
                 f"one beam of {self.settings.get('design', 'this design')} does not tell its "
                 f"error{self.advice and '; '}{self.advice}"
             )
-        half = [student_quantile((1 + level) / 2, df) for df in self.freedom.tolist()]
-        error = self.standard_error
-        wide = error.new_tensor(half).view(-1, *[1] * (error.ndim - 1)) * error
-        return self.value - wide, self.value + wide
+        if error is None:
+            error = torch.full_like(self.value, math.nan)
+        half = student_quantile((1 + level) / 2, self.freedom)
+        wide = half.to(error).view(-1, *[1] * (error.ndim - 1)) * error
+        ends = self.value - wide, self.value + wide
+        if self.bounds is None:
+            return ends
+        low, high = (end.to(self.value) for end in self.bounds)
+        # An estimate may lie outside the bounds; both ends are then the nearer bound.
+        cut = [torch.minimum(torch.maximum(end, low), high) for end in ends]
+        return cut[0].where(~cut[0].isnan(), low), cut[1].where(~cut[1].isnan(), high)
 
     def mean(self) -> Estimate:
         """Return the mean over the sources, with its error, as an estimate of one source.
@@ -89,7 +115,8 @@ class Estimate:
         variance of the sources whose error is known and that are not exact, and the printed line
         says "error from n of B sources". If there is no such source, the error of the mean is not
         known. ``distinct`` is the sum over the sources, ``captured`` and ``sum_of_weights`` are
-        means, and ``effective_size`` is B² / Σ_b (1 / ESS_b).
+        means, and ``effective_size`` is B² / Σ_b (1 / ESS_b). The mean of certain bounds is certain
+        too.
         """
         count = len(self.value)
         if count == 1:
@@ -107,6 +134,8 @@ class Estimate:
             sum_of_weights=self.sum_of_weights.mean(0, keepdim=True),
             mean_of=count,
             errors_known=known,
+            lower=None if self.lower is None else self.lower.mean(0, keepdim=True),
+            upper=None if self.upper is None else self.upper.mean(0, keepdim=True),
         )
 
     def __repr__(self) -> str:
@@ -119,24 +148,31 @@ class Estimate:
     def to_dicts(self) -> list[dict[str, Any]]:
         """Return a dictionary of plain numbers for each source, lists if f is vector-valued.
 
-        ``variance``, ``standard_error`` and the ends of ``interval_95`` are None where the error is
-        not known; the variance alone may be there and negative. If ``exact`` is true, the standard
-        error is 0.0 and both ends are the value. ``degrees_of_freedom`` is None unless the variance
-        is a sample variance. ``line`` is the printed line. A mean over sources has ``mean_of`` and
-        ``errors_known`` too.
+        ``value`` is None for beams without weights. ``variance`` and ``standard_error`` are None
+        where the error is not known, and so are the ends of ``interval_95`` unless there are
+        ``bounds``; the variance alone may be there and negative. If ``exact`` is true, the standard
+        error is 0.0 and both ends are the value. ``bounds`` has the two ends of the certain bounds,
+        None where they are infinite, or is None if there are none. ``degrees_of_freedom`` is None
+        unless the variance is a sample variance. ``line`` is the printed line. A mean over sources
+        has ``mean_of`` and ``errors_known`` too.
         """
         error = self.standard_error
-        low, high = (None, None) if error is None else self.interval()
+        low, high = (None, None)
+        if error is not None or self.bounds is not None:
+            low, high = self.interval()
         averaged = {"mean_of": self.mean_of, "errors_known": self.errors_known}
         return [
             {
                 "function": self.function,
-                "value": self.value[b].tolist(),
+                "value": _numbers(self.value, b),
                 "variance": _numbers(self.variance, b),
                 "standard_error": _numbers(error, b),
                 "exact": bool(self.exact[b]),
                 "degrees_of_freedom": _numbers(self.freedom, b),
                 "interval_95": [_numbers(low, b), _numbers(high, b)],
+                "bounds": None
+                if self.bounds is None
+                else [_numbers(self.lower, b), _numbers(self.upper, b)],
                 "distinct": int(self.distinct[b]),
                 "effective_size": float(self.effective_size[b]),
                 "captured": float(self.captured[b]),
@@ -164,10 +200,19 @@ class Estimate:
             values = [missing if entry[name] is None else entry[name] for entry in found]
             return torch.tensor(values, dtype=torch.float64, device="cpu")
 
+        def end(which: int, missing: float) -> Tensor | None:
+            pairs = [entry["bounds"] for entry in found if entry.get("bounds") is not None]
+            if len(pairs) < len(found):
+                return None
+            ends = [missing if pair[which] is None else pair[which] for pair in pairs]
+            return torch.tensor(ends, dtype=torch.float64, device="cpu").expand_as(value)
+
         known = any(entry["variance"] is not None for entry in found)
         first, value = found[0], column("value")
         unknown = torch.full_like(value[0], math.nan).tolist()
         return Estimate(
+            lower=end(0, -math.inf),
+            upper=end(1, math.inf),
             value=value,
             variance=column("variance", unknown) if known else None,
             freedom=column("degrees_of_freedom", math.inf),
@@ -194,31 +239,63 @@ class Estimate:
             *([f"{self.repeats} beams"] if self.repeats > 1 else []),
             self.estimator,
             f"{int(self.distinct[b])} distinct",
-            f"ESS {float(self.effective_size[b]):.1f}",
+            *([f"ESS {float(self.effective_size[b]):.1f}"] if self._weighted(b) else []),
             f"Σp {float(self.captured[b]):.3g}",
-            f"Σw {float(self.sum_of_weights[b]):.3g}",
+            *([f"Σw {float(self.sum_of_weights[b]):.3g}"] if self._weighted(b) else []),
             *self._notes(b),
             *(f"{name} {value}" for name, value in made.items() if value is not None),
         ]
-        return f"{label} = {self._number(b)} ({', '.join(how)})"
+        return f"{label} = {self._number(b)}{self._certain(b)} ({', '.join(how)})"
 
     def _number(self, b: int) -> str:
         """Return the value of a source with its error, as it is printed."""
         values, error = self.value[b].reshape(-1).tolist(), self.standard_error
+        if all(map(math.isnan, values)):
+            return "not estimated"
         if bool(self.exact[b]) and self.value.ndim > 1:
             return f"[{', '.join(f'{value:.6g}' for value in values)}] exactly"
         errors = [None] * len(values) if error is None else error[b].reshape(-1).tolist()
         shown = ", ".join(map(with_error, values, errors))
         return f"[{shown}]" if self.value.ndim > 1 else shown
 
+    def _certain(self, b: int) -> str:
+        """Return the certain bounds of a source as they are printed; nothing if they say nothing.
+
+        They are rounded outwards.
+        """
+        if self.bounds is None or bool(self.exact[b]) or self.value.ndim > 1:
+            return ""
+        low, high = (float(end[b]) for end in self.bounds)
+        if math.isinf(low) and math.isinf(high):
+            return ""
+        if math.isinf(high):
+            return f", certainly at least {_rounded(low, math.floor)}"
+        if math.isinf(low):
+            return f", certainly at most {_rounded(high, math.ceil)}"
+        return f", certainly in [{_rounded(low, math.floor)}, {_rounded(high, math.ceil)}]"
+
+    def _weighted(self, b: int) -> bool:
+        """Return whether the beams of a source have weights."""
+        return float(self.sum_of_weights[b]) > 0
+
     def _notes(self, b: int) -> list[str]:
         """Return remarks on the error of a source, for its line."""
+        if not self._weighted(b):
+            return [self.advice] if self.advice else []
         error = self.standard_error
         if error is None or not bool(error[b].isfinite().all()):
             return ["error not known" + (f" ({self.advice})" if self.advice else "")]
         if self.errors_known < self.mean_of:
             return [f"error from {self.errors_known} of {self.mean_of} sources"]
         return []
+
+
+def _rounded(value: float, direction: Callable[[float], int]) -> str:
+    """Return a number with four digits, rounded down or up."""
+    if value == 0:
+        return "0"
+    unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
+    return f"{direction(round(value / unit, 6)) * unit:.4g}"
 
 
 def with_error(value: float, error: float | None) -> str:

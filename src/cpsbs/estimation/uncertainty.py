@@ -6,7 +6,7 @@ How one beam tells the variance of G = Σ w f depends on its design (``Design.va
   which the search keeps with ``joint=True``; see ``cpsbs.designs.variance``.
 - ``gumbel-top-k`` with K ≥ 2 uses the threshold, given which the terms of G are uncorrelated.
 - ``independent`` uses the variance of its K samples over K.
-- ``stratified`` treats its light picks as independent, which is usually on the safe side.
+- ``stratified`` uses the differences between light picks that are neighbours in the tree.
 - ``arithmetic`` and ``sum-and-sample`` rest on one random draw for the whole beam, so that a single
   beam tells nothing; pass a list of independent beams to ``estimate``.
 
@@ -23,6 +23,12 @@ from torch import Tensor
 
 from cpsbs.designs.variance import ROUNDING, infinite_freedom
 from cpsbs.search.beams import Beams
+
+LARGE_FREEDOM = 1000.0
+"""With more degrees of freedom than this, Student's t is taken for normal."""
+
+SIMPSON = 257
+"""The number of points of Simpson's rule, which must be odd."""
 
 
 def one_beam_variance(
@@ -84,33 +90,30 @@ def mean_variance(
     noise = (part.square() / freedom[random][:, None]).sum(0)
     found = torch.where(noise > 0, part.sum(0).square() / noise, math.inf).amin(0, keepdim=True)
     mean = (total / count**2).reshape(1, *variance.shape[1:]).to(variance.device)
-    return mean, found.floor().clamp(min=1), count - unknown
+    return mean, found.clamp(min=1), count - unknown
 
 
-def student_quantile(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's t with this many degrees of freedom, an integer or inf.
+def student_quantile(probability: float, freedom: Tensor) -> Tensor:
+    """Return [n] the quantiles of Student's t with these degrees of freedom [n], each at least 1.
 
-    It is found by bisection on the distribution function, which for integers is a finite sum in
-    θ = arctan(t/√ν) (Abramowitz and Stegun, 26.7.3 and 26.7.4).
+    With θ = arctan(t/√ν), P(|T| < t) is the integral of cos^{ν−1} from 0 to θ, divided by that to
+    π/2. θ is found by bisection, the integral by Simpson's rule.
     """
-    if freedom > 1000:
-        return NormalDist().inv_cdf(probability)
-    low, high = 0.0, math.pi / 2
-    for _ in range(60):
+    inside = 2 * max(probability, 1 - probability) - 1
+    known = freedom.to(torch.float64).clamp(max=LARGE_FREEDOM)
+    log_gamma = torch.lgamma((known + 1) / 2) - torch.lgamma(known / 2)
+    wanted = inside * math.sqrt(math.pi) / 2 * (-log_gamma).exp()
+    step = torch.linspace(0, 1, SIMPSON, dtype=torch.float64, device=known.device)
+    rule = torch.full_like(step, 2.0)
+    rule[1::2], rule[0], rule[-1] = 4.0, 1.0, 1.0
+    low, high = torch.zeros_like(known), torch.full_like(known, math.pi / 2)
+    for _ in range(50):
         theta = (low + high) / 2
-        if (1 + _student_centre(theta, int(freedom))) / 2 < max(probability, 1 - probability):
-            low = theta
-        else:
-            high = theta
-    return math.copysign(math.sqrt(freedom) * math.tan(theta), probability - 0.5)
-
-
-def _student_centre(theta: float, freedom: int) -> float:
-    """Return P(|T| < √ν tan θ)."""
-    sine, cosine = math.sin(theta), math.cos(theta)
-    odd = freedom % 2
-    term, total = (cosine if odd else 1.0), 0.0
-    for j in range(1 + odd, freedom, 2):
-        total += term
-        term *= cosine * cosine * j / (j + 1)
-    return (2 / math.pi) * (theta + sine * total) if odd else sine * total
+        height = (step * theta[:, None]).cos().pow(known[:, None] - 1)
+        area = theta / (3 * (SIMPSON - 1)) * (rule * height).sum(-1)
+        low, high = torch.where(area < wanted, theta, low), torch.where(area < wanted, high, theta)
+    found = known.sqrt() * theta.tan()
+    normal = NormalDist().inv_cdf((1 + inside) / 2)
+    return torch.where(freedom > LARGE_FREEDOM, normal, found).copysign(
+        torch.tensor(probability - 0.5, dtype=torch.float64, device=known.device)
+    )
