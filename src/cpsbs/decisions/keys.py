@@ -14,6 +14,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -191,7 +192,10 @@ def word_embeddings() -> Callable[[list[str]], Any]:
     sees which words are there and not their order: for real work give ``meaning`` the embedding
     function of a sentence model.
     """
-    loaded: Any = required("wordllama", "meaning").WordLlama.load(disable_download=True)
+    package: Any = required("wordllama", "meaning")
+    # It looks for its own files in a folder of another name, unless it is told where they are.
+    folder = Path(package.__file__).parent
+    loaded = package.WordLlama.load(cache_dir=folder, disable_download=True)
 
     def embed(texts: list[str]) -> Any:
         return loaded.embed(texts, norm=True)
