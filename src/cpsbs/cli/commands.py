@@ -13,6 +13,7 @@ from rich.text import Text
 
 from cpsbs import __version__
 from cpsbs.cli import tables
+from cpsbs.cli.answers import answers_command
 from cpsbs.cli.batches import default_batch_size
 from cpsbs.cli.draws import (
     check_draw,
@@ -151,6 +152,7 @@ def sample(
 
 
 app.command("estimate", epilog=EPILOG)(estimate_command)
+app.command("answers", epilog=EPILOG)(answers_command)
 
 
 @app.command(epilog=EPILOG)
@@ -243,7 +245,9 @@ def demo(
             console.print(f"\nby {name}{origin}", style="bold")
             for f in (Bleu([reference]), Entropy(rao_blackwell=True)):
                 console.print(str(estimate(beams, f, decode=loaded.decode)), markup=False)
-        console.print("\nMore: cpsbs sample, estimate, compare, designs, models; -h tells how.")
+        console.print(
+            "\nMore: cpsbs sample, estimate, answers, compare, designs, models; -h tells how."
+        )
 
 
 app.command(epilog=EPILOG)(reproduce)

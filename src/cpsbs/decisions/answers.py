@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 COLUMNS = ["source", "answer", "probability", "standard_error", "lower", "upper", "texts"]
 """The keys of ``Answers.to_rows``."""
 
+ROUNDING = 1e-12
+"""Less probability than this is rounding, and counts as none."""
+
 
 def answers(
     beams: Beams | Sequence[Beams],
@@ -427,7 +430,9 @@ def _ranked(
         )
         for i, answer in enumerate(order)
     ]
-    unseen = max(0.0, 1 - math.fsum(low))
+    unseen = 1 - math.fsum(low)
+    if bool(estimated.exact[source]) or unseen < ROUNDING:
+        unseen = 0.0
     rows.sort(key=lambda a: (-a.lower if math.isnan(a.probability) else -a.probability, -a.lower))
     return SourceAnswers(
         source=source,
@@ -472,7 +477,7 @@ def entropy_bounds(
     if possible is None or possible > len(lower):
         corners.append([*lower, unseen])
     least = min(map(entropy, corners))
-    if unseen == 0:
+    if unseen <= 0:
         return least, least
     if possible is None:
         return least, math.inf

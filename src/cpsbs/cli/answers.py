@@ -1,0 +1,181 @@
+"""Defines ``cpsbs answers``: how sure the model is of each answer."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Annotated
+
+import typer
+from rich.console import Group
+from rich.text import Text
+
+from cpsbs.cli.batches import default_batch_size
+from cpsbs.cli.draws import check_draw, chosen_design, draw_with, load_quietly
+from cpsbs.cli.inputs import check_utf8, read_prompts, read_texts
+from cpsbs.cli.options import (
+    RESULT,
+    Anneal,
+    BatchSize,
+    Chat,
+    DesignName,
+    Device,
+    Dtype,
+    File,
+    Gguf,
+    Json,
+    K,
+    MaxLength,
+    ModelName,
+    Nucleus,
+    Output,
+    RemoteCode,
+    Seed,
+    Skip,
+    Temperature,
+    Texts,
+)
+from cpsbs.cli.outputs import Record
+from cpsbs.cli.running import Job, printer, reporting_errors
+from cpsbs.cli.tables import new_table
+from cpsbs.cli.terminal import visible
+from cpsbs.decisions.answers import answers
+from cpsbs.decisions.keys import key_named
+from cpsbs.designs import DEFAULT_DESIGN
+from cpsbs.estimation.result import with_error
+
+BAR = 20
+"""The width of a bar that stands for a probability of one, in characters."""
+
+
+def answers_command(
+    texts: Texts = None,
+    file: File = None,
+    chat: Chat = False,
+    skip: Skip = False,
+    key: Annotated[
+        str,
+        typer.Option(
+            "--key",
+            help="What counts as the same answer: text (the whole of it), first-line, number (the "
+            "last one), choice:ABCD (or choice:yes,no), regex:EXPRESSION (its first group), "
+            "json:FIELD, or meaning:0.8 (texts whose embeddings have at least this cosine; needs "
+            "the extra meaning).",
+            rich_help_panel=RESULT,
+        ),
+    ] = "text",
+    k: K = 10,
+    design: DesignName = DEFAULT_DESIGN,
+    temperature: Temperature = 1.0,
+    anneal: Anneal = None,
+    nucleus: Nucleus = None,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    model: ModelName = "en-fr",
+    device: Device = None,
+    dtype: Dtype = None,
+    gguf: Gguf = None,
+    trust_remote_code: RemoteCode = False,
+    batch_size: BatchSize = None,
+    output: Output = None,
+    json_lines: Json = False,
+) -> None:
+    """Show how probable each answer of the model is, with its error and bounds that are certain.
+
+    cpsbs answers "What is the capital of France?" -m FOLDER --chat --key first-line
+
+    cpsbs answers --file questions.txt --chat --key choice:ABCD -m FOLDER --output answers.jsonl
+    """
+    with reporting_errors():
+        check_draw(k, temperature, nucleus, max_length, seed)
+        check_utf8(key, "--key")
+        chosen, chosen_key = chosen_design(design, anneal), key_named(key)
+        found = read_texts(texts, file)
+        prompts = read_prompts(found, chat)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
+
+        def records(numbers: list[int]) -> list[Record]:
+            beams = draw.beams(loaded, prompts, numbers, joint=draw.needs_joint)
+            entries = answers(beams, chosen_key, decode=loaded.decode).to_dicts()
+            return [
+                {"number": i, "text": found[i], **_plain(entry)}
+                for i, entry in zip(numbers, entries, strict=True)
+            ]
+
+        Job(
+            draw,
+            loaded,
+            found,
+            None,
+            partial(map, records),
+            continuous_batching=False,
+            batch_size=batch_size or default_batch_size(loaded.model.device, k),
+            skip=skip,
+            output=output,
+            show=printer(json_lines, answer_table),
+            settings={"command": "answers", "key": key, "chat": chat},
+            prompts=prompts,
+        ).run()
+
+
+def _plain(entry: Record) -> Record:
+    """Return the entry with answers as texts, so that a column has one type whatever the key."""
+    rows = [
+        row | {"answer": None if row["answer"] is None else str(row["answer"])}
+        for row in entry["answers"]
+    ]
+    return entry | {"answers": rows}
+
+
+def answer_table(record: Record) -> Group:
+    """Return the answers to one text as a table, followed by what is known of all of them."""
+    weighted = any(row["probability"] is not None for row in record["answers"])
+    table = new_table(
+        *(["", ">P"] if weighted else []),
+        ">certainly",
+        "answer",
+        title=Text(visible(record["text"])),
+    )
+    for row in record["answers"]:
+        shown = [] if not weighted else [_bar(row["probability"]), _probability(row)]
+        bounds = f"{_floor(row['lower'])} to {_ceil(row['upper'])}"
+        answer = row["answer"]
+        text = Text("(none)", style="dim") if answer is None else Text(visible(answer))
+        if len(row["texts"]) > 1:
+            text.append(f" ({len(row['texts'])} ways)", style="dim")
+        table.add_row(*shown, bounds, text)
+    return Group(table, Text(_summary(record)))
+
+
+def _bar(probability: float) -> str:
+    """Return a bar as long as the probability, of hash signs where the terminal has no blocks."""
+    block = "█" if visible("█") == "█" else "#"
+    return block * round(BAR * min(1.0, max(0.0, probability)))
+
+
+def _probability(row: Record) -> str:
+    return with_error(row["probability"], row["standard_error"])
+
+
+def _floor(value: float) -> str:
+    """Return a lower bound with four decimals."""
+    return f"{math.floor(round(value * 1e4, 3)) / 1e4:.4f}"
+
+
+def _ceil(value: float) -> str:
+    """Return an upper bound with four decimals."""
+    return f"{math.ceil(round(value * 1e4, 3)) / 1e4:.4f}"
+
+
+def _summary(record: Record) -> str:
+    """Return a line on the entropy, and on how sure the best answer is."""
+    low, high = record["entropy_bounds"]
+    until = "" if high is None else f" and at most {high:.3g}"
+    value = "" if record["entropy"] is None else f" {record['entropy']:.3g} nats (plug-in),"
+    best = "certainly" if record["certain"] else "not certainly"
+    return (
+        f"Entropy over answers:{value} certainly at least {low:.3g}{until}. "
+        f"{100 * record['unseen']:.3g}% of the probability lies in sequences that were not found. "
+        f"The first answer is {best} the most probable one."
+    )
