@@ -50,7 +50,7 @@ def test_the_table_shows_bars_and_bounds() -> None:
 def test_a_file_is_complete_and_recognised(tmp_path: Path) -> None:
     for name in ("out.jsonl", "out.parquet"):
         out = tmp_path / name
-        arguments = ("answers", *TEXTS, "-k", "3", "--key", "number", "-o", out)
+        arguments: list[str | Path] = ["answers", *TEXTS, "-k", "3", "--key", "number", "-o", out]
         first = run(*arguments)
         assert first.exit_code == 0, first.output
         again = run(*arguments)

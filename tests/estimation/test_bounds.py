@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,11 +21,11 @@ MODEL = TableModel.random(vocab_size=4, length=LENGTH, eos=0, seed=2)
 ALL = MODEL.sequences(LENGTH)
 
 
-def long(y: list[int]) -> bool:
+def long(y: Sequence[int]) -> bool:
     return len(y) > 1
 
 
-def score(y: list[int]) -> float:
+def score(y: Sequence[int]) -> float:
     return math.sin(sum(y))
 
 
@@ -37,7 +38,8 @@ def drawn(design: str, k: int, draws: int = 200, **options: Any) -> Any:
 @pytest.mark.parametrize("name", DESIGNS)
 def test_bounds_contain_the_truth_in_every_beam(name: str, k: int) -> None:
     beams = drawn(name, k)
-    for f, limits in ((long, (0, 1)), (score, (-1, 1))):
+    cases: list[tuple[Any, tuple[float, float]]] = [(long, (0, 1)), (score, (-1, 1))]
+    for f, limits in cases:
         truth = sum(p * float(f(y)) for y, p in ALL.items())
         result = estimate(beams, f, bounds=limits)
         assert result.bounds is not None
