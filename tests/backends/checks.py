@@ -18,7 +18,7 @@ from cpsbs.designs import Candidates, GumbelTopK, Selection
 from cpsbs.randomness import Counters, Streams
 from cpsbs.scores import reading
 from cpsbs.search import recursion
-from cpsbs.search.state import Hypotheses, StepResult
+from cpsbs.search.beams import Hypotheses, StepResult
 
 Made = tuple[CandidateWeights, poisson.Drawn]
 

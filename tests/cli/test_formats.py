@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import cpsbs
 from cpsbs.cli import formats
 from cpsbs.cli.commands import app
-from cpsbs.search.beams import COLUMNS
+from cpsbs.search.export import COLUMNS
 from tests.models.folders import causal_folder, with_settings
 
 TEXTS = ["one old dog", "the cat sees", "two red house"]

@@ -18,7 +18,7 @@ from torch import Tensor
 from cpsbs.randomness import Streams
 
 if TYPE_CHECKING:
-    from cpsbs.search.state import Hypotheses, StepFunction, StepResult
+    from cpsbs.search.beams import Hypotheses, StepFunction, StepResult
 
 _ONE_AT_A_TIME = threading.Lock()
 

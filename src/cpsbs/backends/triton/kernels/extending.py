@@ -12,7 +12,7 @@ from cpsbs.backends.triton.kernels.numbers import host_number, scaled
 from cpsbs.scores.candidates import Candidates, Selection
 
 if TYPE_CHECKING:
-    from cpsbs.search.state import Hypotheses, StepResult
+    from cpsbs.search.beams import Hypotheses, StepResult
 
 NUMBERS = ["k", "parents", "tokens", "ends", "pad"]
 """Arguments that differ from search to search; compiling for certain values takes seconds."""
