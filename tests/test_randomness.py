@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpsbs.backends.base import Backend
 from cpsbs.designs import Calibrated, Candidates, ConditionalPoissonDesign
-from cpsbs.designs.drawing import DrawingDesign
+from cpsbs.designs.base import DrawingDesign
 from cpsbs.randomness import Counters, Streams, _seed_and_count, split_seed
 from cpsbs.scores.reading import read
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from cpsbs import ConditionalPoisson, FunctionModel, search
 from cpsbs.backends import backend_for
 from cpsbs.backends.triton.kernels import POWER_SUMS, noise, poisson
-from cpsbs.backends.triton.kernels.closing import close_rows
-from cpsbs.backends.triton.kernels.head import find_head
+from cpsbs.backends.triton.kernels.extending import close_rows
+from cpsbs.backends.triton.kernels.reading import find_head
 from cpsbs.conditional_poisson.weights import CandidateWeights
 from cpsbs.designs import Candidates, GumbelTopK, Selection
 from cpsbs.randomness import Counters, Streams
 from cpsbs.scores import reading
 from cpsbs.search import recursion
-from cpsbs.search.state import Hypotheses, StepResult
+from cpsbs.search.beams import Hypotheses, StepResult
 
 Made = tuple[CandidateWeights, poisson.Drawn]
 

@@ -52,13 +52,12 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "cache._advance": [ROWS | {"BLOCK": 32}],
     "cache._move": [ROWS | {"BLOCK": 1024, "num_warps": 8}],
-    "closing._close": [{"BLOCK": 4096}],
     "extending._extend": [{"INCLUSION": True, "PARENTS": 16, "num_warps": 1}],
+    "extending._close": [{"BLOCK": 4096}],
     "gumbel._chunk_scores": [PERTURBED],
     "gumbel._choose_chunks": [PERTURBED | {"BLOCK": 8192, "num_warps": 16}],
     "gumbel._member_scores": [PERTURBED | {"GROUP": 16}],
     "gumbel._choose": [PERTURBED | {"BLOCK": 2048}],
-    "head._find": [{"KIND": "odds", "num_warps": 16}],
     "logits._add": [{"out": "*fp16", "BLOCK": 4096, "num_warps": 8}],
     "noise._uniform": [{"BLOCK": 1024}],
     "poisson_programs.without_head": [{"GROUP": 16}],
@@ -67,6 +66,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "poisson_programs.inclusion": [{}],
     "reading._read": [{"TERMS": 8, "GROUP": 32, "inverse_temperature": "fp32"}],
     "reading._normalize": [{"BLOCK": 512}],
+    "reading._find": [{"KIND": "odds", "num_warps": 16}],
 }
 """What each kernel is compiled with, on top of the above or instead of it."""
 

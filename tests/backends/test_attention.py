@@ -254,9 +254,8 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("key", "value"), torch.ones(ROWS, 2, 9, 16).double()),
     },
     "boolean mask": {"attention_mask": torch.ones(ROWS, 1, 1, 9, dtype=torch.bool)},
-    "flat mask": {"attention_mask": torch.zeros(1, 9)},
+    "flat mask": {"attention_mask": torch.zeros(1, 1, 9)},
     "value dim": {"value": torch.ones(ROWS, 2, 9, 8)},
-    "softcap": {"softcap": 30.0},
     "s_aux": {"s_aux": torch.zeros(4)},
     "head_mask": {"head_mask": torch.ones(4)},
     "gradient": {"query": WIDE[:, :, :1].clone().requires_grad_()},
@@ -271,6 +270,21 @@ def test_what_it_does_not(why: str, by_kernel: Asked) -> None:
     with one_query_attention([by_kernel]):
         found, _ = call(OTHERWISE[why])
     assert torch.equal(found, expected)
+    assert not by_kernel
+
+
+def test_softcap_is_left_to_transformers(by_kernel: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some releases ignore it, others refuse it: it must reach them, and never the kernel."""
+    given: list[Any] = []
+
+    def theirs(**kwargs: Any) -> tuple[Tensor, None]:
+        given.append(kwargs["softcap"])
+        return kwargs["query"], None
+
+    with one_query_attention([by_kernel]), monkeypatch.context() as patch:
+        patch.setattr(attention, "sdpa_attention_forward", theirs)
+        call({"softcap": 30.0})
+    assert given == [30.0]
     assert not by_kernel
 
 

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 import cpsbs
 from cpsbs.cli import formats
 from cpsbs.cli.commands import app
-from cpsbs.search.beams import COLUMNS
+from cpsbs.search.export import COLUMNS
 from tests.models.folders import causal_folder, with_settings
 
 TEXTS = ["one old dog", "the cat sees", "two red house"]
@@ -28,8 +28,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return with_settings(made, "tokenizer_config.json", chat_template=TEMPLATE)
 
 
-def run(folder: Path, *arguments: str) -> str:
-    common = ["--model", str(folder), "-k", "4", "--max-length", "5"]
+def run(folder: Path, *arguments: str, k: int = 4) -> str:
+    common = ["--model", str(folder), "-k", str(k), "--max-length", "5"]
     result = CliRunner().invoke(app, [*arguments, *common])
     assert result.exit_code == 0, result.output
     return result.stdout
@@ -143,9 +143,10 @@ def test_chat(folder: Path) -> None:
 
 @pytest.mark.parametrize("file", [None, "all.jsonl", "all.parquet"])
 def test_the_mean_over_texts(folder: Path, tmp_path: Path, file: str | None) -> None:
-    each = rows_of(run(folder, "estimate", "length", *TEXTS))
+    # So many sequences that their lengths differ, without which there is no error bar.
+    each = rows_of(run(folder, "estimate", "length", *TEXTS, k=100))
     to_file = [] if file is None else ["--output", str(tmp_path / file)]
-    found = rows_of(run(folder, "estimate", "length", *TEXTS, "--mean", *to_file))
+    found = rows_of(run(folder, "estimate", "length", *TEXTS, "--mean", *to_file, k=100))
     assert len(found) == 1
     assert found[0]["value"] == pytest.approx(sum(entry["value"] for entry in each) / 3)
     errors = [entry["standard_error"] for entry in each]
@@ -153,5 +154,5 @@ def test_the_mean_over_texts(folder: Path, tmp_path: Path, file: str | None) -> 
     assert found[0]["standard_error"] == pytest.approx(math.hypot(*errors) / 3)
     assert (found[0]["mean_of"], found[0]["errors_known"]) == (3, 3)
     if file is not None:  # the file has the texts one by one, and is not computed again
-        again = rows_of(run(folder, "estimate", "length", *TEXTS, "--mean", *to_file))
+        again = rows_of(run(folder, "estimate", "length", *TEXTS, "--mean", *to_file, k=100))
         assert again == found

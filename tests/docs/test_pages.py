@@ -61,3 +61,17 @@ def test_the_page_on_architecture_names_files_that_exist() -> None:
     known = [str(file.relative_to(ROOT)) for file in (ROOT / "src/cpsbs").rglob("*.py")]
     for name in names:
         assert any(file.endswith(f"/{name}") for file in known), name
+
+
+@pytest.mark.parametrize(("device", "most"), [("CPU", 12), ("GPU", 16)])
+def test_the_walk_of_a_candidate_has_as_many_files_as_the_page_says(device: str, most: int) -> None:
+    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    (walk,) = re.findall(rf"^### On a {device}$(.*?)^### ", page, re.MULTILINE | re.DOTALL)
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`", walk, re.MULTILINE)
+    instead = re.findall(r"^- `([\w/]+\.py)`", walk, re.MULTILINE)
+    theirs = [name for name in steps if Path(name).stem not in ("targets", "stratified")] + instead
+    assert len(set(steps)) == len(steps) == len(theirs) - len(instead) + 2
+    assert len(set(theirs)) == len(theirs)
+    assert max(len(steps), len(theirs)) <= most
+    counts = f"{len(steps)} files with `stratified`, and {len(theirs)} with the paper's design"
+    assert counts in walk

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, EncoderDecoderConfig, T5Config
 
 import cpsbs
+from cpsbs.fingerprint import model_fingerprint
+from cpsbs.loading.loader import configuration
 from tests.models.folders import WORDS, hub_cache, tiny_folder, with_settings
 
 SIZE = len(WORDS) + 3
@@ -306,6 +308,9 @@ def test_a_model_of_the_hub_is_loaded_from_its_cache(copy: Copy, evil: Any, hub:
     hub_cache(folder, hub, "some/model")
     model = cpsbs.load("some/model", device="cpu")
     assert model.name == "some/model"
+    assert model_fingerprint(model.name, model.model.config) == f"some/model@{'a' * 40}"
+    config = configuration(model.name, trust_remote_code=False)
+    assert model_fingerprint(model.name, config) == f"some/model@{'a' * 40}"
     beams = model.beams(["the dog sees"], 3, max_length=5, seed=0)
     assert beams.tokens(0) == drawn(folder)
 

@@ -35,13 +35,25 @@ PARTS = {
     "post_attention_layernorm": "ffn_norm",
 }
 TOKENS = ["<pad>", "</s>", "<unk>", "▁", *"abcdefghijk"]  # as many as there are words
+BYTE_LEVEL = ["<pad>", "</s>", "<｜begin▁text｜>", "Ġ", *"abcdefghi", "ab", "abc"]
 IDS = torch.tensor([[3, 4, 5, 6], [7, 8, 9, 10]])
 
 
 def write_gguf(
-    file: Path, model: Any, store: Callable[[np.ndarray[Any, Any]], dict[str, Any]] | None = None
+    file: Path,
+    model: Any,
+    store: Callable[[np.ndarray[Any, Any]], dict[str, Any]] | None = None,
+    byte_level: bool = False,
 ) -> None:
-    """Write a Llama as llama.cpp does; ``store`` says how a matrix is written."""
+    """Write a Llama as llama.cpp does.
+
+    Args:
+        file: the file to write.
+        model: the Llama, with as many tokens as there are words.
+        store: how a matrix is written; by default as it is.
+        byte_level: whether the tokenizer is one of bytes, as that of Llama 3, and adds its BOS, or
+            one of SentencePiece, as that of Llama 2, and does not.
+    """
     config = model.config
     out = gguf.GGUFWriter(str(file), "llama")
     out.add_name("tiny")
@@ -55,10 +67,15 @@ def write_gguf(
     out.add_rope_dimension_count(config.head_dim)
     out.add_rope_freq_base(10000.0)
     out.add_vocab_size(config.vocab_size)
-    out.add_tokenizer_model("llama")
-    out.add_token_list([token.encode() for token in TOKENS])
-    out.add_token_scores([-float(i) for i in range(len(TOKENS))])
-    out.add_token_types([3, 3, 2] + [1] * (len(TOKENS) - 3))
+    tokens = BYTE_LEVEL if byte_level else TOKENS
+    out.add_tokenizer_model("gpt2" if byte_level else "llama")
+    out.add_token_list([token.encode() for token in tokens])
+    if byte_level:
+        out.add_token_merges(["a b", "ab c"])
+    else:
+        out.add_token_scores([-float(i) for i in range(len(tokens))])
+    out.add_token_types([3, 3, 3 if byte_level else 2] + [1] * (len(tokens) - 3))
+    out.add_add_bos_token(byte_level)
     out.add_bos_token_id(config.bos_token_id)
     out.add_eos_token_id(config.eos_token_id)
     out.add_unk_token_id(2)
@@ -141,6 +158,19 @@ def test_the_file_alone_is_enough(folder: Path, tmp_path: Path) -> None:
     assert model.decode([[3, 6, 4, 5, 3, 4, 1]]) == ["cab a"]
     assert (model.tokenizer.bos_token_id, model.tokenizer.eos_token_id) == (2, 1)
     assert torch.equal(logits(model), logits(cpsbs.load(folder, device="cpu")))
+
+
+def test_only_tokens_of_the_file_are_tokens(tmp_path: Path) -> None:
+    """The names of this file's special tokens are not those that a tokenizer has by default."""
+    write_gguf(tmp_path / "tiny.gguf", tiny.make("llama", len(BYTE_LEVEL)), byte_level=True)
+    model = cpsbs.load(tmp_path, device="cpu", gguf_file="tiny.gguf")
+    assert len(model.tokenizer) == len(BYTE_LEVEL)
+    assert (model.tokenizer.bos_token_id, model.tokenizer.eos_token_id) == (2, 1)
+    # Some releases of transformers ignore that the file asks for its BOS.
+    assert model.tokenizer("abc ab").input_ids in ([2, 14, 3, 13], [14, 3, 13])
+    assert model.decode([[13, 3, 14, 1]]) == ["ab abc"]
+    spelled_out = model.tokenizer("<s><|endoftext|>").input_ids
+    assert max(spelled_out, default=0) < len(BYTE_LEVEL)
 
 
 def test_a_file_of_that_name_in_the_working_directory_is_not_taken(

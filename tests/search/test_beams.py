@@ -1,69 +1,49 @@
-"""Beams as tables."""
+"""Beams: the trail that leads back to their sequences, and beams of some sources."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
 
-from cpsbs import Beams, TableModel, search
-from cpsbs.search.beams import COLUMNS
-
-MODEL = TableModel({(): [0.5, 0.3, 0.2], (1,): [0.9, 0.1, 0], (2,): [0.2, 0.2, 0.6]}, eos=0)
+from cpsbs import TableModel, search
+from cpsbs.search.beams import Trail
 
 
-def drawn(design: str, k: int = 3) -> Beams:
-    return search(MODEL, k, design, max_length=2, generator=1)
+def test_a_trail_leads_back() -> None:
+    """The second source leaves after two steps; another one then begins in the place of the first.
+
+    What it finds there of its predecessor is not its own.
+    """
+    trail = Trail(2, 2, pad=9, device=torch.device("cpu"), steps=3)
+    both = torch.tensor([0, 1])
+    trail.append(both, torch.tensor([[0, 0], [0, 0]]), torch.tensor([[1, 2], [3, 4]]))
+    trail.append(both, torch.tensor([[1, 0], [1, 1]]), torch.tensor([[5, 6], [7, 8]]))
+    assert trail.sequences(both[1:], [2]).tolist() == [[[4, 7], [4, 8]]]
+    trail.append(both[:1], torch.tensor([[0, 0]]), torch.tensor([[1, 3]]))
+    assert trail.sequences(both[:1], [3]).tolist() == [[[2, 5, 1], [2, 5, 3]]]
+    trail.begin(both[:1], torch.tensor([[0, 0]]), torch.tensor([[4, 5]]))
+    trail.append(both[:1], torch.tensor([[1, 1]]), torch.tensor([[6, 7]]))
+    found = trail.sequences(both, [2, 3]).tolist()
+    assert found == [[[5, 6, 9], [5, 7, 9]], [[7, 9, 9], [8, 9, 9]]]
 
 
-def words(beams: Beams) -> list[list[str]]:
-    return beams.decode(lambda sequences: [" ".join(map(str, y)) for y in sequences])
-
-
-def test_a_row_for_every_sequence() -> None:
-    beams = drawn("stratified")
-    rows = beams.to_rows(words(beams))
-    assert [row["rank"] for row in rows] == [0, 1, 2]
-    assert [row["tokens"] for row in rows] == beams.tokens(0)
-    assert [row["text"] for row in rows] == words(beams)[0]
-    assert [row["p"] for row in rows] == pytest.approx(beams.log_prob[0].exp().tolist())
-    assert beams.log_weight is not None
-    assert [row["weight"] for row in rows] == pytest.approx(beams.log_weight[0].exp().tolist())
-    for row in rows:
-        assert list(row) == COLUMNS
-        assert row["weight"] == pytest.approx(row["p"] / row["pi"])
-        assert row["length"] == len(row["tokens"])
-
-
-def test_empty_places_have_no_row_and_unknown_numbers_are_none() -> None:
-    everything = drawn("top-k", k=40)
-    rows = everything.to_rows()
-    assert len(rows) == int(everything.present.sum()) < 40
-    assert math.fsum(row["p"] for row in rows) == pytest.approx(1)
-    assert all(row["pi"] is None and row["weight"] is None and row["text"] is None for row in rows)
-
-
-def test_a_data_frame() -> None:
-    pandas = pytest.importorskip("pandas")
-    beams = drawn("stratified")
-    frame = beams.to_pandas(words(beams))
-    assert isinstance(frame, pandas.DataFrame)
-    assert list(frame.columns) == COLUMNS
-    assert float((frame.weight * frame.length).sum()) == pytest.approx(
-        float((beams.log_weight.exp() * beams.lengths).sum())  # type: ignore[union-attr]
-    )
-    assert list(drawn("top-k")[:0].to_pandas().columns) == COLUMNS
-
-
-def test_texts_that_do_not_fit_are_refused() -> None:
-    beams = drawn("stratified")
-    with pytest.raises(ValueError, match="texts has 2 entries"):
-        beams.to_pandas([["a"], ["b"]])
-    with pytest.raises(
-        ValueError, match=r"texts\[0\] has 1 entries; .* the 3 sequences of source 0"
-    ):
-        beams.to_rows([["a"]])
+@pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8, 13, 64, 65])
+def test_a_long_trail_is_walked_as_if_step_by_step(steps: int) -> None:
+    generator = torch.Generator().manual_seed(steps)
+    trail, written = Trail(3, 4, pad=0, device=torch.device("cpu"), steps=steps), []
+    for _ in range(steps + 2):
+        parent = torch.randint(4, (3, 4), generator=generator)
+        token = torch.randint(100, (3, 4), generator=generator)
+        trail.append(torch.arange(3), parent, token)
+        written.append((parent.tolist(), token.tolist()))
+    found = trail.sequences(torch.tensor([2, 0]), [steps, steps]).tolist()
+    for source, sequences in zip((2, 0), found, strict=True):
+        for row, sequence in enumerate(sequences):
+            expected, at = [], row
+            for parents, tokens in reversed(written[-steps:]):
+                expected.append(tokens[source][at])
+                at = parents[source][at]
+            assert sequence == expected[::-1]
 
 
 def test_one_source_is_beams_too() -> None:

@@ -17,7 +17,7 @@ from typing import IO, Any, Protocol
 
 from cpsbs.cli.stored import bounded_lines, number_in, parsed, to_line
 from cpsbs.extras import required
-from cpsbs.search.beams import COLUMNS, sequence_rows
+from cpsbs.search.export import COLUMNS, sequence_rows
 
 GROUP = 2**24
 """The approximate number of bytes of JSON that become one row group of a Parquet file."""

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from cpsbs.search.beams import finite_json
+from cpsbs.search.export import finite_json
 
 LONGEST = 2**26
 """The maximal number of bytes in a line; a longer one is refused, and not read into memory."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from cpsbs.conditional_poisson.population import TooFewError
 from cpsbs.conditional_poisson.weights import CandidateWeights
+from cpsbs.designs.base import DrawingDesign
 from cpsbs.designs.conditional_poisson import draw_poisson
-from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.designs.targets import find_targets
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection

@@ -33,7 +33,7 @@ from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.conditional_poisson.population import split
 from cpsbs.conditional_poisson.sampling import draw, joint_log_inclusion_at, log_inclusion_at
 from cpsbs.conditional_poisson.weights import CandidateWeights, PlainWeights, Weights
-from cpsbs.designs.drawing import DrawingDesign
+from cpsbs.designs.base import DrawingDesign
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 

@@ -34,7 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpsbs.designs.drawing import DrawingDesign
+from cpsbs.designs.base import DrawingDesign
 from cpsbs.designs.targets import Targets, find_targets
 from cpsbs.designs.variance import DrawnSequences, difference_variance, infinite_freedom
 from cpsbs.randomness import BELOW_ONE, Streams, shuffle_keys

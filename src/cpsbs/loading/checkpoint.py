@@ -39,20 +39,18 @@ class Checkpoint:
     where: str
     """The folder, or the id on the hub."""
     revision: str | None = None
-    """The commit on the hub, so that the files that are loaded are those that were checked."""
+    """The commit on the hub: the files that are loaded are those that were checked, and the
+    fingerprint of the model names it."""
     gguf: Path | None = None
     """The GGUF file that holds configuration, weights and tokenizer, if the caller named one."""
 
     @property
     def options(self) -> dict[str, Any]:
         """The arguments with which transformers finds the same files."""
-        options: dict[str, Any] = {}
-        if self.revision is not None:
-            options["revision"] = self.revision
         if self.gguf is not None:
             # The full path: transformers would take a file of that name in the working directory.
-            options["gguf_file"] = str(self.gguf)
-        return options
+            return {"gguf_file": str(self.gguf)}
+        return {} if self.revision is None else {"revision": self.revision}
 
     @property
     def settings_file(self) -> str:
@@ -137,7 +135,7 @@ def _find_on_hub(name: str, gguf_file: str | None, allowed: str) -> Checkpoint:
     for beside in _BESIDE_GGUF:
         _file(name, name, beside, revision)
     path = Path(str(found))
-    return Checkpoint(name, str(path.parent), gguf=path)
+    return Checkpoint(name, str(path.parent), revision, path)
 
 
 def _with_gguf(folder: Checkpoint, gguf_file: str | None) -> Checkpoint:

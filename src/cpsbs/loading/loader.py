@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr, suppress
 from typing import Any
@@ -64,6 +65,8 @@ def pretrained(
         tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.where, **options)
         if checkpoint.gguf is not None:
             _name_special_tokens(tokenizer, config)
+            if checkpoint.file("tokenizer.json") is None:  # it was made from the GGUF file
+                _drop_added_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     check_vocabulary(checkpoint, model, tokenizer)
     return model.to(place).eval(), tokenizer
 
@@ -87,6 +90,9 @@ def _config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         )
     if not trust_remote_code:
         refuse_remote_code(checkpoint, config)
+    if checkpoint.revision is not None:
+        # For fingerprints; transformers noted it here itself in some releases, and no longer does.
+        config._commit_hash = checkpoint.revision
     return config
 
 
@@ -122,6 +128,28 @@ def _name_special_tokens(tokenizer: Any, config: Any) -> None:
         token = getattr(config, f"{name}_id", None)
         if isinstance(token, int) and 0 <= token < len(tokenizer):
             setattr(tokenizer, name, tokenizer.convert_ids_to_tokens(token))
+
+
+def _drop_added_tokens(tokenizer: Any, size: int) -> None:
+    """Remove the tokens that the tokenizer has beyond those of its GGUF file.
+
+    Recent versions of transformers add the special tokens that a class of tokenizers has by
+    default, such as ``<s>`` or ``<|endoftext|>``, to a file that calls its own otherwise. The model
+    has no embedding for them, and a text that spells one out would be encoded as that token.
+
+    Args:
+        tokenizer: the tokenizer, which is changed in place.
+        size: the number of tokens of the model.
+    """
+    if len(tokenizer) <= size:
+        return
+    from tokenizers import Tokenizer
+
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    stored["added_tokens"] = [token for token in stored["added_tokens"] if token["id"] < size]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(stored))
+    if tokenizer.add_bos_token or tokenizer.add_eos_token:
+        tokenizer.update_post_processor()  # it may have added one that is gone
 
 
 def _device(device: str | torch.device | None) -> torch.device:

@@ -29,10 +29,9 @@ from cpsbs.models.base import (
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 from cpsbs.scores.reading import beam_chunk_length, read
-from cpsbs.search.beams import Step
+from cpsbs.search.beams import Hypotheses, Step, StepResult, Trail
 from cpsbs.search.requests import Request
 from cpsbs.search.settings import SearchSettings
-from cpsbs.search.state import Hypotheses, StepResult, Trail
 
 NOT_NUMBERS = (
     "the model's scores of the next token are NaN, inf, or all -inf after some prefix; each must "

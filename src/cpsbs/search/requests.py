@@ -12,9 +12,8 @@ from torch import Tensor
 from cpsbs.backends import Backend
 from cpsbs.models.base import SequenceModel, check_scores
 from cpsbs.randomness import Streams
-from cpsbs.search.beams import Beams, Step, collected
+from cpsbs.search.beams import Beams, Hypotheses, Step, collected
 from cpsbs.search.settings import SearchSettings
-from cpsbs.search.state import Hypotheses
 
 
 @dataclass(eq=False)

@@ -24,10 +24,10 @@ from torch import Tensor
 from cpsbs.backends import Backend
 from cpsbs.models.base import FixedRowModel, SequenceModel, check_scores, eos_tokens
 from cpsbs.randomness import Streams
+from cpsbs.search.beams import Hypotheses, StepResult, Trail
 from cpsbs.search.recursion import Transition, path_step, still_open
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.settings import SearchSettings
-from cpsbs.search.state import Hypotheses, StepResult, Trail
 
 SYNC_EVERY = 8
 """Steps between two host–device synchronisations."""

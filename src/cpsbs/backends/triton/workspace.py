@@ -18,7 +18,6 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from cpsbs.backends.triton.attention import one_query_attention
-from cpsbs.backends.triton.graphs import capture
 from cpsbs.backends.triton.layers import Clock, FixedRowLayer, RowLayer, SharedLayer, TableLayer
 from cpsbs.backends.triton.logits import Logits
 from cpsbs.backends.triton.reorder import reorder
@@ -232,6 +231,8 @@ class Workspace:
         return graph
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
+        from cpsbs.backends.triton.backend import capture  # imported here, for it imports kernels
+
         if self.pool is None:
             self.pool = torch.cuda.graph_pool_handle()
         if self.logits.scores is None:

@@ -15,10 +15,10 @@ POWER_SUMS = 8
 cost no time, and no distribution needs more (see ``kernels.poisson_programs``)."""
 
 MOST_IN_HEAD = 4096
-"""The most candidates that ``head`` finds in a source, because it compares all pairs of them."""
+"""The most candidates that ``find_head`` finds in a source: it compares all pairs of them."""
 
 MOST_CHUNKS = 2**21
-"""The most chunks of a source, because ``head`` packs three counts of them into one integer."""
+"""The most chunks of a source: ``find_head`` packs three counts of them into one integer."""
 
 
 def usable(device: torch.device) -> bool:

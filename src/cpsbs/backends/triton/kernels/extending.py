@@ -1,4 +1,8 @@
-"""Extends hypotheses by the selected candidates in one launch, also in place."""
+"""Extends hypotheses by the selected candidates in one launch, also in place.
+
+A hypothesis that has ended offers one candidate from then on, itself, in the place of token 0:
+``close_rows`` writes that into the scores.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,10 @@ from cpsbs.backends.triton.kernels.numbers import host_number, scaled
 from cpsbs.scores.candidates import Candidates, Selection
 
 if TYPE_CHECKING:
-    from cpsbs.search.state import Hypotheses, StepResult
+    from cpsbs.search.beams import Hypotheses, StepResult
+
+BLOCK = 4096
+"""The scores that a program of ``_close`` overwrites."""
 
 NUMBERS = ["k", "parents", "tokens", "ends", "pad"]
 """Arguments that differ from search to search; compiling for certain values takes seconds."""
@@ -95,3 +102,22 @@ def extend(
         INCLUSION=known, PARENTS=triton.next_power_of_2(parents),
         PLACES=triton.next_power_of_2(k), num_warps=1,
     )  # fmt: skip
+
+
+@triton.jit
+def _close(scores, present, finished, tokens, BLOCK: tl.constexpr):
+    """Program (row, block): overwrite BLOCK scores of the row if its hypothesis has ended.
+
+    The scores of other rows are neither read nor written.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    if (tl.load(present + row) == 0) | (tl.load(finished + row) != 0):
+        token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.where(token == 0, 0.0, -float("inf"))
+        tl.store(scores + row * tokens + token, value, mask=token < tokens)
+
+
+def close_rows(scores: Tensor, present: Tensor, finished: Tensor) -> None:
+    """Overwrite rows of scores [b·P, V] whose hypotheses [b, P] are absent or finished."""
+    rows, tokens = scores.shape
+    _close[(rows, triton.cdiv(tokens, BLOCK))](scores, present, finished, tokens, BLOCK=BLOCK)

@@ -6,7 +6,7 @@
 4. ``_choose`` finds the K + 1 largest of them: the selection, and the largest that is dropped.
 
 Perturbed scores are kept as int64 keys in the same order, so that they can be counted as in
-``head`` without loss: the order of float32 would not be that of the scores that are returned.
+``reading`` without loss: the order of float32 would not be that of the scores that are returned.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cpsbs.backends.triton.kernels.head import nth_largest, taken
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import host_number, one_minus_exp, scaled, softplus
+from cpsbs.backends.triton.kernels.reading import nth_largest, taken
 from cpsbs.randomness import Counters
 from cpsbs.scores.candidates import Candidates, Selection
 

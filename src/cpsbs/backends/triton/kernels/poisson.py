@@ -25,9 +25,9 @@ from torch import Tensor
 
 from cpsbs.backends.triton.kernels import POWER_SUMS
 from cpsbs.backends.triton.kernels import poisson_programs as programs
-from cpsbs.backends.triton.kernels.head import find_head
 from cpsbs.backends.triton.kernels.numbers import host_number
 from cpsbs.backends.triton.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
+from cpsbs.backends.triton.kernels.reading import find_head
 from cpsbs.conditional_poisson.bernoulli_sum import (
     TAIL_ODDS_LIMIT,
     Circle,
