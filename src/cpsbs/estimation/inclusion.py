@@ -26,8 +26,8 @@ from cpsbs.conditional_poisson.population import split
 from cpsbs.conditional_poisson.sampling import log_inclusion_at
 from cpsbs.conditional_poisson.weights import WithForcedItem
 from cpsbs.designs import ConditionalPoissonDesign, Design, design_named
+from cpsbs.designs.base import DrawingDesign
 from cpsbs.designs.conditional_poisson import draw_poisson
-from cpsbs.designs.drawing import DrawingDesign
 from cpsbs.models.base import SequenceModel
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
