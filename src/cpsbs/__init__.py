@@ -19,6 +19,7 @@ from cpsbs.models.checks import check_model
 from cpsbs.randomness import split_seed
 from cpsbs.search.api import search, search_each
 from cpsbs.search.beams import Beams, Step
+from cpsbs.search.more import more, until
 from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:
@@ -48,10 +49,12 @@ __all__ = [
     "hindsight_inclusion",
     "load",
     "monte_carlo_inclusion",
+    "more",
     "search",
     "search_each",
     "sentence_bleu",
     "split_seed",
+    "until",
 ]
 
 
