@@ -83,13 +83,14 @@ def more(
     keeps = beams.entropy is not None if entropy is None else entropy
     settings = SearchSettings(
         k,
-        _without_replacement(given),
+        design_named(given),
         made["max_length"],
         made["temperature"],
         made["nucleus"],
         joint,
         keeps,
     )
+    refuse_replacement(settings.design)
     _check_model(model)
     if len(beams) != model.sources:
         raise ValueError(
@@ -148,8 +149,9 @@ def until(
         after the last one are empty.
     """
     settings = SearchSettings(
-        k, _without_replacement(design), max_length, temperature, nucleus, joint, entropy
+        k, design_named(design), max_length, temperature, nucleus, joint, entropy
     )
+    refuse_replacement(settings.design)
     check_target(mass, most)
     _check_model(model)
     seed, streams = round_streams(model, generator)
@@ -249,15 +251,13 @@ def draw_until(
     return rounds.beams(label)
 
 
-def _without_replacement(design: str | Design) -> Design:
-    """Return the design, if it never draws a sequence twice."""
-    chosen = design_named(design)
-    if not chosen.distinct:
+def refuse_replacement(design: Design) -> None:
+    """Raise a ValueError if a design may draw a sequence twice."""
+    if not design.distinct:
         raise ValueError(
-            f"design is {chosen!r}, which may draw a sequence twice; it must be one without "
+            f"design is {design!r}, which may draw a sequence twice; it must be one without "
             f"replacement, such as {DEFAULT_DESIGN!r}"
         )
-    return chosen
 
 
 def _check_model(model: object) -> None:
