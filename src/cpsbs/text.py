@@ -214,7 +214,8 @@ class TextModel:
             joint: see ``cpsbs.more``.
             entropy: see ``cpsbs.more``.
         """
-        model = self._checked_model(texts, beams.settings.get("max_length", 1))
+        made = beams.settings if isinstance(beams, Beams) else {}  # ``more`` says what is wrong
+        model = self._checked_model(texts, made.get("max_length", 1))
         return more(model, beams, k, design, generator=seed, joint=joint, entropy=entropy)
 
     def until(

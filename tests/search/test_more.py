@@ -154,7 +154,7 @@ def test_until_is_unbiased_because_it_draws_once_more(mass: float, bias: float) 
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_every_design_is_unbiased_together_with_what_was_found_before(name: str) -> None:
-    draws, truth = 1500, mean_of_f(LARGE.sequences(3))
+    draws, truth = 800, mean_of_f(LARGE.sequences(3))
     model = copies(LARGE, draws)
     beams = search(model, 2, name, max_length=3, generator=1)
     for count in range(2, 6):
@@ -168,7 +168,7 @@ def test_every_design_is_unbiased_together_with_what_was_found_before(name: str)
 
 @pytest.mark.parametrize("name", WEIGHTED)
 def test_until_is_unbiased_for_every_design(name: str) -> None:
-    draws, truth = 1500, mean_of_f(LARGE.sequences(3))
+    draws, truth = 800, mean_of_f(LARGE.sequences(3))
     beams = cpsbs.until(copies(LARGE, draws), 0.6, 2, name, max_length=3, generator=2, most=12)
     g = sums(beams)
     assert abs(float(g.mean()) - truth) <= SIGMAS * float(g.std()) / math.sqrt(draws)
@@ -179,7 +179,7 @@ def test_until_is_unbiased_for_every_design(name: str) -> None:
 @pytest.mark.parametrize("name", ["conditional-poisson", "calibrated", "gumbel-top-k"])
 def test_the_error_is_that_of_the_latest_round(name: str, normalize: bool) -> None:
     """The estimated variance has the variance as its mean: exactly, and nearly if normalised."""
-    draws, truth = 3000, mean_of_f(LARGE.sequences(3))
+    draws, truth = 2000, mean_of_f(LARGE.sequences(3))
     model = copies(LARGE, draws)
     first = search(model, 3, name, max_length=3, generator=5)
     beams = cpsbs.more(model, first, 4, generator=5, joint=DESIGNS[name].needs_joint)
@@ -194,7 +194,7 @@ def test_the_error_is_that_of_the_latest_round(name: str, normalize: bool) -> No
 
 
 def test_the_error_of_stratified_is_on_the_safe_side() -> None:
-    draws = 2000
+    draws = 1000
     model = copies(LARGE, draws)
     first = search(model, 3, max_length=3, generator=6)
     found = cpsbs.estimate(cpsbs.more(model, first, 5, generator=6), f)
@@ -326,7 +326,7 @@ def test_step_entropies_are_those_of_the_model() -> None:
 
 def test_beam_search_may_come_first_and_go_on() -> None:
     """The K most probable sequences count with certainty; the rest is a sample."""
-    model = copies(LARGE, 1500)
+    model = copies(LARGE, 800)
     best = search(model, 4, "top-k", max_length=3)
     beams = cpsbs.more(model, best, 3, "stratified", generator=3)
     g = sums(beams)

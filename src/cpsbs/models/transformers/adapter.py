@@ -95,6 +95,8 @@ class TransformersModel:
         self._in_training = any(module.training for module in model.modules())
         self._started = False
         self._rewind()
+        if not self._restarts:
+            self._given = {}  # so that a cache that was given is not kept twice
         text_config = model.config.get_text_config()
         self.vocab_size: int = getattr(text_config, "vocab_size", 0)
 
