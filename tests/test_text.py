@@ -44,6 +44,25 @@ def test_a_text_gets_the_same_draw_in_any_batch(model: cpsbs.TextModel) -> None:
     torch.testing.assert_close(alone.log_inclusion[0], together.log_inclusion[2], atol=1e-4, rtol=0)  # type: ignore[index]
 
 
+def test_more_and_until_take_texts(model: cpsbs.TextModel) -> None:
+    texts = ["The dog is red.", "The room was too warm."]
+    first = model.beams(texts, 3, temperature=0.5, seed=0)
+    beams = model.more(texts, first, 4, seed=0)
+    assert beams.settings["model"] == "en-fr"
+    assert [len(set(own)) for own in model.texts(beams)] == [7, 7]
+    whole = model.until(texts, 0.95, 7, temperature=0.5, seed=0, streams=[4, 9], most=21)
+    (alone,) = model.until(texts[1:], 0.95, 7, temperature=0.5, seed=0, streams=[9], most=21)
+    assert alone.tokens(0) == whole.tokens(1)
+    with pytest.raises(ValueError, match="texts is a single text"):
+        model.until(texts[0])
+    with pytest.raises(ValueError, match=r"texts\[0\] is empty"):
+        model.more(["", "x"], first)
+    with pytest.raises(ValueError, match="beams has 2 sources"):
+        model.more(texts[:1], first)
+    with pytest.raises(ValueError, match="under this model it is"):
+        model.more(texts[::-1], first)
+
+
 def test_a_seed_that_was_not_given_is_noted(model: cpsbs.TextModel) -> None:
     first = model.beams(["The dog is red."], 3)
     again = model.beams(["The dog is red."], 3, seed=first.settings["seed"])

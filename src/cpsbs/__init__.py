@@ -8,6 +8,7 @@ model by a sampling design, ``estimate`` turns them into an expectation with an 
 from typing import TYPE_CHECKING, Any
 
 import cpsbs.interrupts  # noqa: F401, before the imports that take long
+from cpsbs import functions, keys
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
 from cpsbs.decisions.answers import Answers, answers
@@ -21,6 +22,7 @@ from cpsbs.models.checks import check_model
 from cpsbs.randomness import split_seed
 from cpsbs.search.api import search, search_each
 from cpsbs.search.beams import Beams, Step
+from cpsbs.search.more import more, until
 from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:
@@ -48,14 +50,18 @@ __all__ = [
     "check_model",
     "diversity",
     "estimate",
+    "functions",
     "generate",
     "hindsight_inclusion",
+    "keys",
     "load",
     "monte_carlo_inclusion",
+    "more",
     "search",
     "search_each",
     "sentence_bleu",
     "split_seed",
+    "until",
 ]
 
 

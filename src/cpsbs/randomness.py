@@ -196,6 +196,14 @@ def split_seed(
     return [torch.Generator(device).manual_seed(_stream_seed(seed, i)) for i in numbers]
 
 
+def round_seed(seed: int, number: int) -> int:
+    """Return the seed of a round of draws, the first of which is number 1 and has the seed itself.
+
+    Rounds that shared their random numbers would not be independent of what was found before.
+    """
+    return seed if number == 1 else _stream_seed(seed, -number)
+
+
 def shuffle_keys(items: Tensor, uniform: Tensor) -> Tensor:
     """Return random int64 keys [R, n]; sorting the items [R, n] by them shuffles each row.
 

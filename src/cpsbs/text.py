@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
 from pathlib import Path
@@ -26,19 +26,25 @@ from cpsbs.loading import EMBEDDED as EMBEDDED
 from cpsbs.loading import embedded_models as embedded_models
 from cpsbs.loading import limit, pretrained
 from cpsbs.models.transformers.adapter import TransformersModel
+from cpsbs.prompts import Messages as Messages
+from cpsbs.prompts import Prompt as Prompt
+from cpsbs.prompts import prompt_tokens
 from cpsbs.randomness import Streams, fresh_seed
 from cpsbs.search.api import search_models
 from cpsbs.search.beams import Beams
+from cpsbs.search.more import (
+    DEFAULT_MOST,
+    Progress,
+    check_target,
+    draw_until,
+    more,
+    refuse_replacement,
+    round_streams,
+)
 from cpsbs.search.settings import SearchOptions, SearchSettings
 
 DEFAULT_MAX_LENGTH = 128
 """The default for the largest number of new tokens, if the model has room for them."""
-
-Messages = Sequence[Mapping[str, Any]]
-"""A conversation: messages with a "role" and a "content", the latest one last."""
-
-Prompt = str | Messages
-"""A source to translate or a text to continue; or a conversation for a chat model to answer."""
 
 
 def demonstration() -> list[tuple[str, str]]:
@@ -177,19 +183,92 @@ class TextModel:
 
         def models() -> Iterator[TransformersModel]:
             for batch in prompts:
-                if isinstance(batch, str):
-                    raise ValueError("texts is a single text; it must be a list of texts: [text]")
-                tokens = self._tokens(batch)
-                self._check(batch, tokens, settings.max_length)
-                yield self._sequence_model(tokens)
+                yield self._checked_model(batch, settings.max_length)
 
         generators = (Streams.split(chosen, own, device, backend) for own in numbers)
         found = search_models(models(), settings, generators)
         return (replace(beams, settings={**beams.settings, "seed": chosen}) for beams in found)
 
+    def more(
+        self,
+        texts: Sequence[Prompt],
+        beams: Beams,
+        k: int = 10,
+        design: str | Design | None = None,
+        *,
+        seed: int | None = None,
+        joint: bool = False,
+        entropy: bool | None = None,
+    ) -> Beams:
+        """Draw K further sequences for every text, none of which is in the beams.
+
+        The result has all sequences, with weights that are unbiased together; see ``cpsbs.more``.
+
+        Args:
+            texts: the texts that the beams were drawn for.
+            beams: the result of ``beams``, ``until`` or this method. Temperature, nucleus and
+                maximal length are theirs.
+            k: K, the number of sequences to add for each text.
+            design: how they are drawn; by default as those of the beams.
+            seed: as for ``beams``. It may be the one that the beams were drawn with.
+            joint: see ``cpsbs.more``.
+            entropy: see ``cpsbs.more``.
+        """
+        made = beams.settings if isinstance(beams, Beams) else {}  # ``more`` says what is wrong
+        model = self._checked_model(texts, made.get("max_length", 1))
+        return more(model, beams, k, design, generator=seed, joint=joint, entropy=entropy)
+
+    def until(
+        self,
+        texts: Sequence[Prompt],
+        mass: float = 0.95,
+        k: int = 10,
+        design: str | Design = DEFAULT_DESIGN,
+        *,
+        most: int = DEFAULT_MOST,
+        max_length: int | None = None,
+        seed: int | None = None,
+        streams: Sequence[int] | None = None,
+        progress: Progress | None = None,
+        **options: Unpack[SearchOptions],
+    ) -> Beams:
+        """Draw K sequences at a time for every text, until they have a given probability together.
+
+        No sequence is drawn twice, and the weights are unbiased; see ``cpsbs.until``.
+
+        Args:
+            texts: as for ``beams``.
+            mass: the probability to capture, above 0 and at most 1.
+            k: K, the number of sequences of a round.
+            design: how they are drawn, by name or as an object; one without replacement.
+            most: the largest number of sequences for a text.
+            max_length: as for ``beams``.
+            seed: as for ``beams``.
+            streams: as for ``beams``.
+            progress: a function that is called after each round with the captured probability [B]
+                of every text.
+            options: ``temperature`` (default 1), ``nucleus``, ``joint`` and ``entropy``: see
+                ``cpsbs.until``.
+        """
+        length = self.usual_length if max_length is None else max_length
+        settings = SearchSettings(k, design_named(design), length, **options)
+        check_target(mass, most)
+        refuse_replacement(settings.design)
+        model = self._checked_model(texts, length)
+        chosen, of_rounds = round_streams(model, seed, streams)
+        return draw_until(model, settings, mass, most, chosen, of_rounds, progress)
+
     def sequence_model(self, texts: Sequence[Prompt]) -> TransformersModel:
-        """Return the model with these texts as its sources, for one search."""
+        """Return the model with these texts as its sources."""
         return self._sequence_model(self._tokens(texts))
+
+    def _checked_model(self, texts: Sequence[Prompt], max_length: int) -> TransformersModel:
+        """Return the model with these texts as its sources, if it can take them."""
+        if isinstance(texts, str):
+            raise ValueError("texts is a single text; it must be a list of texts: [text]")
+        tokens = self._tokens(texts)
+        self._check(texts, tokens, max_length)
+        return self._sequence_model(tokens)
 
     @property
     def _padding(self) -> int:
@@ -200,62 +279,7 @@ class TextModel:
 
     def _tokens(self, texts: Sequence[Prompt]) -> list[list[int]]:
         """Return the tokens of every prompt, with the special tokens that belong to it."""
-        found: list[list[int]] = [[] for _ in texts]
-        plain = [i for i, text in enumerate(texts) if isinstance(text, str)]
-        chats = [i for i in range(len(texts)) if not isinstance(texts[i], str)]
-        # A chat template writes the special tokens itself.
-        for numbers, special in ((plain, True), (chats, False)):
-            rendered = [self._rendered(i, texts[i]) for i in numbers]
-            if not rendered:
-                continue
-            try:
-                tokens = self.tokenizer(rendered, add_special_tokens=special).input_ids
-            except Exception as error:  # the library behind it has no error classes of its own
-                raise ValueError(
-                    f"the tokenizer of {self.name} cannot tokenize the texts: {error}"
-                ) from error
-            for i, own in zip(numbers, tokens, strict=True):
-                found[i] = own
-        return found
-
-    def _rendered(self, number: int, prompt: object) -> str:
-        """Return a prompt as the text to tokenize; refuse what no tokenizer takes."""
-        text = prompt
-        if isinstance(prompt, Sequence) and not isinstance(prompt, str):
-            text = self._chat_text(number, prompt)
-        if not isinstance(text, str):
-            kind = type(prompt).__name__
-            raise ValueError(f"texts[{number}] is a {kind}; it must be a string or a conversation")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"texts[{number}] is not Unicode text: {error}") from error
-        return text
-
-    def _chat_text(self, number: int, messages: Sequence[Any]) -> str:
-        """Return a conversation as the tokenizer's chat template writes it, up to the answer."""
-        for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise ValueError(
-                    f"texts[{number}] has {message!r} among its messages; a message must be a "
-                    'dictionary with a "role" and a "content"'
-                )
-        if not messages:
-            raise ValueError(f"texts[{number}] has no messages; it must have at least one")
-        if not getattr(self.tokenizer, "chat_template", None):
-            raise ValueError(
-                f"texts[{number}] is a conversation, but the tokenizer of {self.name} has no chat "
-                "template; give texts, or set tokenizer.chat_template"
-            )
-        try:
-            text: str = self.tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-        except Exception as error:  # a template may raise anything
-            raise ValueError(
-                f"texts[{number}] does not fit the chat template of {self.name}: {error}"
-            ) from error
-        return text
+        return prompt_tokens(self.tokenizer, self.name, texts)
 
     def _sequence_model(self, tokens: list[list[int]]) -> TransformersModel:
         # The prompt of a decoder-only model must end where the model continues it.

@@ -34,6 +34,10 @@ def test_text_and_first_line() -> None:
         ("1,23", 23),
         (".5", 0.5),
         ("9e999", None),
+        ("10-12", 12),
+        ("pages 3-4", 4),
+        ("CO2", None),
+        ("It is -7", -7),
     ],
 )
 def test_number(text: str, value: float | None) -> None:
@@ -68,7 +72,8 @@ def test_pattern() -> None:
 @given(st.recursive(st.none() | st.booleans() | st.text(max_size=5) | st.integers(), st.lists))
 def test_json_field_reads_what_json_writes(value: Any) -> None:
     found = keys.json_field("a.b")("Here: " + json.dumps({"a": {"b": value}}) + " done")
-    assert found == (json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value)
+    as_json = json.dumps(value, ensure_ascii=False)
+    assert found == (as_json if isinstance(value, list | bool) else value)
 
 
 def test_json_field_finds_nothing_where_there_is_nothing() -> None:
@@ -115,9 +120,9 @@ def test_a_real_embedding_model_groups_answers_by_meaning() -> None:
 def test_keys_by_name() -> None:
     assert key_named("first-line") is keys.first_line
     assert key_named("choice")("C") == "C"
-    assert key_named("choice:yes,no")("no!") == "no"
+    assert key_named("choice:yes, no")("no!") == "no"
     assert key_named("regex:a:(b)")("a:b") == "b"
     assert key_named("json:x.y")('{"x": {"y": 2}}') == 2
-    for bad in ("", "firstline", "regex:", "json:", "text:x", "meaning:high"):
+    for bad in ("", "firstline", "regex:", "json:", "text:x", "choice:Yes", "meaning:high"):
         with pytest.raises(ValueError, match="key is"):
             key_named(bad)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import answers, front
+from benchmarks import answers, front, more
 from benchmarks.estimators import tables
 from benchmarks.tables import into_readme
 from training.evaluate import shown
@@ -49,6 +49,11 @@ def test_the_first_page_promises_what_was_measured(page: str) -> None:
 
 def test_the_page_on_designs_shows_the_last_results() -> None:
     assert_shown("docs/how-to/which-design.md", tables(results("estimators")), ("summary",))
+
+
+def test_the_page_on_more_shows_the_last_results() -> None:
+    found = {"more": more.rows_of(results("more")["cells"])}
+    assert_shown("docs/how-to/more.md", found, ("more",))
 
 
 def test_the_page_on_estimators_shows_the_last_results() -> None:

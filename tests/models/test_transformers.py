@@ -259,9 +259,21 @@ def test_what_a_checkpoint_brings_along_is_refused_or_set_back() -> None:
         run(model, inputs)
 
 
-def test_a_model_holds_one_search() -> None:
-    model = TransformersModel(make("t5"), input_ids=torch.tensor([[5, 6, EOS]]))
-    search(model, 2, max_length=3)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_can_be_searched_again(name: str) -> None:
+    model = make(name)
+    again = TransformersModel(model, **prompts(model))
+    first, second = (search(again, 3, max_length=5, generator=0) for _ in range(2))
+    assert again.pad == PAD
+    assert first.sequences.equal(second.sequences)
+    assert first.log_prob.equal(second.log_prob)
+
+
+def test_a_model_with_a_filled_cache_holds_one_search() -> None:
+    model = make("llama")
+    ids = torch.tensor([[5, 6, 7]])
+    cache = model(input_ids=ids[:, :2], use_cache=True).past_key_values
+    once = TransformersModel(model, input_ids=ids, past_key_values=cache)
+    search(once, 2, max_length=3)
     with pytest.raises(ValueError, match="one search"):
-        search(model, 2, max_length=3)
-    assert model.pad == PAD
+        search(once, 2, max_length=3)

@@ -17,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+from torch import Tensor
 
 from cpsbs.cli.outputs import Record, Sink
 
@@ -40,6 +41,18 @@ Fewer do not keep a GPU busy; with more, a CPU spends its time on memory transfe
 
 ComputeBatches = Callable[[Iterable[list[int]]], Iterator[list[Record]]]
 """Takes batches of numbers of texts, and yields the records of each batch in their order."""
+
+
+class Note:
+    """A few words beside the progress bar, on what goes on inside a batch."""
+
+    def __init__(self) -> None:
+        self.show: Callable[[str], object] = lambda _: None
+        """Shows the words; set while there is a progress bar."""
+
+    def captured(self, mass: Tensor) -> None:
+        """Show the probability [B] that was captured so far, on average over the texts."""
+        self.show(f"captured {float(mass.mean()):.3f}")
 
 
 def batches(
@@ -75,15 +88,19 @@ def process_batches(
     refill: int,
     sink: Sink,
     progress: bool,
+    note: Note | None = None,
 ) -> None:
     """Compute every batch that is not complete in the sink yet, and write its records there.
 
     A batch that is complete in part is computed again as a whole, so that a resumed run computes
     the same as an uninterrupted one. With continuous batching (``refill < size``) that is not
-    possible, and only the texts that are left are put into batches.
+    possible, and only the texts that are left are put into batches. A note is shown beside the
+    progress bar.
     """
-    with progress_bar(progress and len(numbers) > size) as bar:
-        task = bar.add_task("", total=len(numbers), completed=len(sink.done))
+    with progress_bar(progress and (len(numbers) > size or note is not None)) as bar:
+        task = bar.add_task("", total=len(numbers), completed=len(sink.done), note="")
+        if note is not None:
+            note.show = lambda words: bar.update(task, note=words)
         done = set(sink.done)
         if refill < size:
             numbers = [i for i in numbers if i not in done]
@@ -108,6 +125,13 @@ class _Rate(ProgressColumn):
         return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
 
 
+class _Words(ProgressColumn):
+    """A column with the note of a task, if it has one."""
+
+    def render(self, task: Task) -> Text:
+        return Text(str(task.fields.get("note", "")))
+
+
 def progress_bar(wanted: bool) -> Progress:
     """Return a progress bar that is shown only if standard error is a terminal."""
     return Progress(
@@ -117,6 +141,7 @@ def progress_bar(wanted: bool) -> Progress:
         _Rate(),
         TextColumn("remaining"),
         TimeRemainingColumn(),
+        _Words(),
         console=Console(stderr=True),
         transient=True,
         redirect_stdout=False,  # results must reach the pipe or file that they are meant for

@@ -14,10 +14,11 @@ from rich.text import Text
 from cpsbs import __version__
 from cpsbs.cli import tables
 from cpsbs.cli.answers import answers_command
-from cpsbs.cli.batches import default_batch_size
+from cpsbs.cli.batches import Note, default_batch_size
 from cpsbs.cli.draws import (
     check_draw,
     chosen_design,
+    chosen_target,
     comparison_record,
     draw_with,
     load_quietly,
@@ -44,6 +45,7 @@ from cpsbs.cli.options import (
     Layout,
     MaxLength,
     ModelName,
+    MostSequences,
     Nucleus,
     Output,
     ReferenceFile,
@@ -53,6 +55,7 @@ from cpsbs.cli.options import (
     Skip,
     Temperature,
     Texts,
+    UntilMass,
 )
 from cpsbs.cli.outputs import Record
 from cpsbs.cli.reproduce import reproduce
@@ -93,6 +96,8 @@ def sample(
     reference: References = None,
     reference_file: ReferenceFile = None,
     k: K = 10,
+    until_mass: UntilMass = None,
+    most: MostSequences = None,
     design: DesignName = DEFAULT_DESIGN,
     temperature: Temperature = 1.0,
     anneal: Anneal = None,
@@ -116,10 +121,13 @@ def sample(
     cpsbs sample --file english.txt --output french.jsonl
 
     cpsbs sample --file english.txt --format long --output french.csv
+
+    cpsbs sample "A man rides a bicycle." --until-mass 0.9 --temperature 0.5
     """
     with reporting_errors():
         check_draw(k, temperature, nucleus, max_length, seed)
         chosen = chosen_design(design, anneal)
+        target = chosen_target(until_mass, most, chosen)
         found = read_texts(texts, file)
         prompts = read_prompts(found, chat)
         references = read_references(reference, reference_file, len(found))
@@ -127,10 +135,13 @@ def sample(
         draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
         long = layout is Layout.long
         size = batch_size or default_batch_size(loaded.model.device, k)
+        note = Note()
 
         def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
             to_draw, drawn = tee(batches)
             beams_each = draw.beams_each(loaded, prompts, to_draw)
+            if target is not None:
+                beams_each = draw.beams_until(loaded, prompts, to_draw, target, note.captured)
             for numbers, beams in zip(drawn, beams_each, strict=True):
                 yield sample_records(beams, loaded, found, numbers, references)
 
@@ -140,14 +151,20 @@ def sample(
             found,
             references,
             compute,
-            continuous_batching=True,
+            continuous_batching=target is None,
             batch_size=size,
             skip=skip,
             output=output,
             show=printer(json_lines, tables.beam_table, long),
-            settings={"command": "sample", "format": layout, "chat": chat},
+            settings={
+                "command": "sample",
+                "format": layout,
+                "chat": chat,
+                **({} if target is None else {"until_mass": target.mass, "most": target.most}),
+            },
             prompts=prompts,
             long=long,
+            note=None if target is None else note,
         ).run()
 
 

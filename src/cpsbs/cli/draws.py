@@ -16,8 +16,19 @@ from cpsbs.estimation.functions import Entropy
 from cpsbs.estimation.metrics import diversity, sentence_bleu
 from cpsbs.extras import silence_transformers
 from cpsbs.search.beams import Beams
+from cpsbs.search.more import DEFAULT_MOST, Progress, refuse_replacement
 from cpsbs.search.settings import SearchOptions, SearchSettings
 from cpsbs.text import Prompt, TextModel, load
+
+
+@dataclass(frozen=True)
+class Target:
+    """When to stop drawing more sequences for a text."""
+
+    mass: float
+    """The probability to capture."""
+    most: int
+    """The largest number of sequences."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,31 @@ class Draw:
         numbers, again = tee(batches)
         prompts = ([texts[i] for i in batch] for batch in numbers)
         return model.draw(prompts, replace(self.settings, **keep), seed=self.seed, streams=again)
+
+    def beams_until(
+        self,
+        model: TextModel,
+        texts: Sequence[Prompt],
+        batches: Iterable[list[int]],
+        target: Target,
+        progress: Progress,
+    ) -> Iterator[Beams]:
+        """Draw round after round for one batch of numbers after another."""
+        drawn = self.settings
+        for numbers in batches:
+            yield model.until(
+                [texts[i] for i in numbers],
+                target.mass,
+                drawn.k,
+                drawn.design,
+                most=target.most,
+                max_length=drawn.max_length,
+                seed=self.seed,
+                streams=numbers,
+                progress=progress,
+                temperature=drawn.temperature,
+                nucleus=drawn.nucleus,
+            )
 
     @property
     def needs_joint(self) -> bool:
@@ -87,6 +123,18 @@ def draw_with(
     """Return the settings that the options give, with the model's usual length by default."""
     length = max_length or model.usual_length
     return Draw(SearchSettings(k, design, length, temperature, nucleus), seed)
+
+
+def chosen_target(mass: float | None, most: int | None, design: Design) -> Target | None:
+    """Return when to stop, if --until-mass is given; raise a ``ValueError`` for invalid options."""
+    if mass is None:
+        if most is not None:
+            raise ValueError(f"--most is {most}, which needs --until-mass; give that too")
+        return None
+    if not 0 < mass <= 1:
+        raise ValueError(f"--until-mass is {mass}; it must be above 0 and at most 1")
+    refuse_replacement(design)
+    return Target(mass, DEFAULT_MOST if most is None else most)
 
 
 def chosen_design(name: str, anneal: float | None) -> Design:

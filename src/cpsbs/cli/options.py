@@ -49,6 +49,26 @@ K = Annotated[
         "-k", min=1, max=MOST, help="Number of sequences to draw per text.", rich_help_panel=DRAW
     ),
 ]
+UntilMass = Annotated[
+    float | None,
+    typer.Option(
+        "--until-mass",
+        metavar="MASS",
+        help="Draw -k sequences at a time, never one twice, until those of a text have this "
+        "probability together, and then once more, so that the weights stay unbiased.",
+        rich_help_panel=DRAW,
+    ),
+]
+MostSequences = Annotated[
+    int | None,
+    typer.Option(
+        "--most",
+        min=1,
+        max=MOST,
+        help="With --until-mass, draw at most this many sequences per text. Default: 1000.",
+        rich_help_panel=DRAW,
+    ),
+]
 DesignName = Annotated[
     str,
     typer.Option(

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from cpsbs import __version__
-from cpsbs.cli.batches import ComputeBatches, process_batches, refill_size
+from cpsbs.cli.batches import ComputeBatches, Note, process_batches, refill_size
 from cpsbs.cli.draws import Draw
 from cpsbs.cli.formats import long_rows
 from cpsbs.cli.inputs import refuse_texts
@@ -120,6 +120,8 @@ class Job:
     """What the texts stand for, if it is not the texts themselves."""
     long: bool = False
     """Whether a file has a row for each sequence, instead of one for each text."""
+    note: Note | None = None
+    """What to show beside the progress of a batch, if it takes long."""
     then: Callable[[], None] | None = None
     """Called when all results are there, before skipped lines are reported."""
 
@@ -179,7 +181,7 @@ class Job:
         size = self.batch_size
         joins = self.continuous_batching and self.model.model.device.type == "cuda"
         refill = refill_size(size) if joins else size
-        process_batches(self.compute, lengths, numbers, size, refill, sink, progress)
+        process_batches(self.compute, lengths, numbers, size, refill, sink, progress, self.note)
         sink.finish()
 
 

@@ -12,7 +12,7 @@ sequences that were found.
 The *entropy over answers*, −Σ P(a) log P(a), says how undecided the model is; with answers grouped
 by meaning it is the semantic entropy (Kuhn, Gal and Farquhar, 2023). It is estimated by plugging in
 the estimated probabilities, which is biased, usually downwards: answers that were not found are
-missing. Certain bounds follow from those of the probabilities. The entropy is smallest when all
+missing. It is cut to its certain bounds. They follow from those of the probabilities. The entropy is smallest when all
 that was not found goes to a single answer; and largest when it is spread over all answers as evenly
 as possible, which bounds it only if the key lists its answers.
 """
@@ -31,7 +31,7 @@ from cpsbs.decisions import keys
 from cpsbs.decisions.keys import Key
 from cpsbs.estimation.arguments import Decode, checked_beams
 from cpsbs.estimation.estimate import estimate
-from cpsbs.estimation.result import Estimate, with_error
+from cpsbs.estimation.result import Estimate, rounded_bound, with_error
 from cpsbs.extras import required
 from cpsbs.search.beams import Beams
 
@@ -113,7 +113,8 @@ class Answer:
             if math.isnan(self.probability)
             else with_error(self.probability, self.standard_error)
         )
-        return f"{self.answer!r}: {value}, certainly in [{self.lower:.4g}, {self.upper:.4g}]"
+        low, high = rounded_bound(self.lower, math.floor), rounded_bound(self.upper, math.ceil)
+        return f"{self.answer!r}: {value}, certainly in [{low}, {high}]"
 
 
 @dataclass(frozen=True)
@@ -325,7 +326,7 @@ class _Combination:
 def _name(coefficients: Mapping[Any, float]) -> str:
     """Return how a linear combination of probabilities is printed."""
     parts = [
-        f"{'-' if c < 0 else '+'} {'' if abs(c) == 1 else f'{abs(c):g} '}[{a}]"
+        f"{'−' if c < 0 else '+'} {'' if abs(c) == 1 else f'{abs(c):g} '}{a}"
         for a, c in coefficients.items()
     ]
     return " ".join(parts).removeprefix("+ ")
@@ -434,11 +435,12 @@ def _ranked(
     if bool(estimated.exact[source]) or unseen < ROUNDING:
         unseen = 0.0
     rows.sort(key=lambda a: (-a.lower if math.isnan(a.probability) else -a.probability, -a.lower))
+    least, most = entropy_bounds([a.lower for a in rows], unseen, _most(possible, order))
     return SourceAnswers(
         source=source,
         answers=tuple(rows),
-        entropy=plug_in_entropy(value),
-        entropy_bounds=entropy_bounds([a.lower for a in rows], unseen, _most(possible, order)),
+        entropy=_within(plug_in_entropy(value), least, most),
+        entropy_bounds=(least, most),
         unseen=unseen,
     )
 
@@ -446,6 +448,11 @@ def _ranked(
 def _most(possible: Sequence[Any] | None, order: list[Hashable]) -> int | None:
     """Return how many different answers there can be, None included; None if nobody knows."""
     return None if possible is None else len({*possible, None, *order})
+
+
+def _within(value: float, least: float, most: float) -> float:
+    """Return the value cut to the bounds; NaN stays."""
+    return value if math.isnan(value) else min(max(value, least), most)
 
 
 def plug_in_entropy(probabilities: Sequence[float]) -> float:

@@ -25,7 +25,9 @@ from cpsbs.extras import required
 Key = Callable[[Any], Any]
 """A function from a text to its answer; or, if it is batched, from a list of texts to a list."""
 
-NUMBER = re.compile(r"[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d+)?")
+NUMBER = re.compile(
+    r"(?<![\w.])[-+−]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d+)?"
+)
 """A decimal number, with or without commas between thousands."""
 
 
@@ -43,7 +45,9 @@ def first_line(answer: str) -> str | None:
 def number(answer: str) -> int | float | None:
     """Return the last number in the text, so that "6 × 7 = 42." and "42.0" are one answer.
 
-    Chains of thought end with their result. Commas between thousands are understood.
+    Chains of thought end with their result. Commas between thousands are understood, other ways of
+    writing numbers (1 250 or 5.000,00) are not. Digits that follow a letter, as in CO2, are no
+    number, and a hyphen after a number is no sign.
     """
     found = [match.group() for match in NUMBER.finditer(answer) if match.group()]
     if not found:
@@ -56,6 +60,9 @@ def number(answer: str) -> int | float | None:
 
 class choice:  # noqa: N801, used like the functions beside it
     """Return the first of the given options that stands alone in the text, such as A, B, C or D.
+
+    Capitals count, and so does the article in "A fruit is an apple": ask the model for the letter
+    alone, or use ``pattern`` where it says more.
 
     Args:
         options: the options; a string stands for its letters.
@@ -99,7 +106,7 @@ class pattern:  # noqa: N801, used like the functions beside it
 
 
 class json_field:  # noqa: N801, used like the functions beside it
-    """Return a field of the first JSON object in the text; objects and lists as JSON.
+    """Return a field of the first JSON object in the text; objects, lists, true and false as JSON.
 
     Args:
         path: the name of the field; dots lead into nested objects.
@@ -117,7 +124,7 @@ class json_field:  # noqa: N801, used like the functions beside it
             if not isinstance(value, dict) or name not in value:
                 return None
             value = value[name]
-        if isinstance(value, dict | list):
+        if isinstance(value, dict | list | bool):  # Python takes true and 1 for equal
             return json.dumps(value, sort_keys=True, ensure_ascii=False)
         found: Hashable = value
         return found
@@ -139,7 +146,8 @@ class meaning:  # noqa: N801, used like the functions beside it
 
     Texts are taken in the order of their probability. Each joins the group whose first text is
     closest, by the cosine of their embeddings, if that is at least ``threshold``, and else founds a
-    group of its own. The entropy over such answers is the semantic entropy of the model.
+    group of its own. The entropy over such answers is the semantic entropy of the model. The groups
+    depend on which texts were found: estimates and certain bounds are for the grouping as it is.
 
     Args:
         embed: a function from a list of texts to their embeddings [n, d], such as
@@ -203,7 +211,15 @@ def word_embeddings() -> Callable[[list[str]], Any]:
     return embed
 
 
-KEYS = ("text", "first-line", "number", "choice[:OPTIONS]", "regex:EXPRESSION", "json:FIELD")
+KEYS = (
+    "text",
+    "first-line",
+    "number",
+    "choice:ABCD",
+    "choice:yes,no",
+    "regex:EXPRESSION",
+    "json:FIELD",
+)
 """How keys are named on the command line; ``meaning[:THRESHOLD]`` needs an extra."""
 
 
@@ -213,8 +229,9 @@ def key_named(name: str) -> Key:
     plain: dict[str, Key] = {"text": text, "first-line": first_line, "number": number}
     if kind in plain and not colon:
         return plain[kind]
-    if kind == "choice":
-        return choice(argument.split(",") if "," in argument else argument or "ABCD")
+    if kind == "choice" and (not argument or argument.isupper() or "," in argument):
+        options = [option.strip() for option in argument.split(",")] if "," in argument else None
+        return choice(options or argument or "ABCD")
     if kind == "regex" and argument:
         return pattern(argument)
     if kind == "json" and argument:

@@ -71,8 +71,14 @@ def checked_beams(beams: Beams | Sequence[Beams]) -> list[Beams]:
             raise ValueError(
                 f"beams made with different settings of {name} cannot be mixed: {made}"
             )
-    seeds = [b.settings.get("seed") for b in several if b.settings.get("seed") is not None]
-    if len(set(seeds)) < len(seeds):
+    # Beams of several rounds that differ in the seeds of some have one for each round.
+    rounds: dict[tuple[int, Any], int] = {}
+    for b in several:
+        seed = b.settings.get("seed")
+        for at, own in enumerate(seed if isinstance(seed, list | tuple) else [seed]):
+            if own is not None:
+                rounds[at, own] = rounds.get((at, own), 0) + 1
+    if max(rounds.values(), default=1) > 1:
         raise ValueError(
             "two of the beams were drawn with the same seed, so they are not independent; search "
             "with different seeds"

@@ -279,6 +279,11 @@ def _design_of(beams: Beams, design: str | Design | None) -> Design:
 
 def _check(beams: Beams, design: Design, runs: int, batch_size: int) -> None:
     """Raise a ValueError if an argument is out of range or does not fit the beams."""
+    if beams.latest is not None:
+        raise ValueError(
+            f"beams were drawn in several rounds, the latest with k = {beams.latest}; inclusion "
+            "probabilities can be estimated only for beams of one search"
+        )
     made = beams.settings.get("design")
     if made != repr(design):
         raise ValueError(f"design is {design!r}; it must be that of the beams, which is {made}")

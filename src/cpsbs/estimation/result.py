@@ -269,10 +269,12 @@ class Estimate:
         if math.isinf(low) and math.isinf(high):
             return ""
         if math.isinf(high):
-            return f", certainly at least {_rounded(low, math.floor)}"
+            return f", certainly at least {rounded_bound(low, math.floor)}"
         if math.isinf(low):
-            return f", certainly at most {_rounded(high, math.ceil)}"
-        return f", certainly in [{_rounded(low, math.floor)}, {_rounded(high, math.ceil)}]"
+            return f", certainly at most {rounded_bound(high, math.ceil)}"
+        return (
+            f", certainly in [{rounded_bound(low, math.floor)}, {rounded_bound(high, math.ceil)}]"
+        )
 
     def _weighted(self, b: int) -> bool:
         """Return whether the beams of a source have weights."""
@@ -290,7 +292,7 @@ class Estimate:
         return []
 
 
-def _rounded(value: float, direction: Callable[[float], int]) -> str:
+def rounded_bound(value: float, direction: Callable[[float], int]) -> str:
     """Return a number with four digits, rounded down or up."""
     if value == 0:
         return "0"

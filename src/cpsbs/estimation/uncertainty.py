@@ -16,11 +16,13 @@ docs/estimation.md measures how often the resulting intervals cover the truth.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
+from cpsbs.designs import Design
 from cpsbs.designs.variance import ROUNDING, infinite_freedom
 from cpsbs.search.beams import Beams
 
@@ -48,11 +50,69 @@ def one_beam_variance(
     """
     if beams.made_by is None:
         return None, infinite_freedom(weight)
-    variance, freedom = beams.made_by.variance(beams, weight, values, log_norm)
+    if beams.latest is None:
+        variance, freedom = beams.made_by.variance(beams, weight, values, log_norm)
+    else:
+        variance, freedom = _latest_variance(beams, beams.made_by, weight, values, log_norm)
     if variance is not None:
         vanishes = variance.abs() <= ROUNDING * value.square()
         variance = torch.where(vanishes, math.nan, variance)
     return variance, freedom
+
+
+@dataclass(frozen=True)
+class LatestRound:
+    """The sequences of the latest round that were not picked with certainty, as a beam."""
+
+    k: int
+    sequences: Tensor
+    present: Tensor
+    log_prob: Tensor
+    log_inclusion: Tensor | None
+    joint_log_inclusion: Tensor | None
+
+
+def _latest_variance(
+    beams: Beams, design: Design, weight: Tensor, values: Tensor, log_norm: Tensor | None
+) -> tuple[Tensor | None, Tensor]:
+    """Return the variance of beams of several rounds, of which only the latest is random.
+
+    The terms of earlier rounds are the same whatever the latest round draws, so that the variance
+    is that of the others. A design that looks at the sum of the weights of a normalised estimate
+    is shown a beam by itself: weights that sum to one, and log Σ w of these sequences alone.
+    """
+    assert beams.latest is not None
+    if beams.log_inclusion is None:
+        return None, infinite_freedom(weight)
+    drawn = beams.present & (beams.log_inclusion < 0)
+    # The drawn sequences come first, as many places as a source has of them.
+    order = (~drawn).to(torch.int8).argsort(dim=-1, stable=True)
+    order = order[:, : max(1, int(drawn.sum(-1).max()))]
+
+    def some(x: Tensor, empty: float) -> Tensor:
+        return torch.where(drawn, x, empty).gather(-1, order)
+
+    pairs = beams.joint_log_inclusion
+    if pairs is not None:
+        rows = pairs.gather(1, order[..., None].expand(-1, -1, pairs.shape[-1]))
+        pairs = rows.gather(2, order[:, None, :].expand(-1, order.shape[-1], -1))
+    present = drawn.gather(-1, order)
+    log_inclusion = some(beams.log_inclusion, -math.inf)
+    sequences = beams.sequences.gather(
+        1, order[..., None].expand(-1, -1, beams.sequences.shape[-1])
+    )
+    log_prob = some(beams.log_prob, -math.inf)
+    view = LatestRound(beams.latest, sequences, present, log_prob, log_inclusion, pairs)
+    own = some(weight, 0.0)
+    own_values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1]))
+    own_values = own_values * present[..., None]
+    if log_norm is None:
+        return design.variance(view, own, own_values, None)
+    share = own.sum(-1).clamp(min=2.0**-1000)
+    variance, freedom = design.variance(
+        view, own / share[:, None], own_values, log_norm + share.log()
+    )
+    return None if variance is None else variance * share.square()[:, None], freedom
 
 
 def mean_variance(

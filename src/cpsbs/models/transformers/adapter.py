@@ -76,9 +76,10 @@ class TransformersModel:
         if not model.config.is_encoder_decoder:
             mask = None if mask_is_given else config.pad_token_id
             refuse_right_padding(input_ids, kwargs.get("attention_mask"), mask)
-        self._model, self._kwargs = model, dict(kwargs)
+        self._model, self._given = model, _apart(kwargs)
+        self._restarts = _is_blank(kwargs.get(CACHE))
         self.name = type(model).__name__
-        self.prompt, self._ids = input_ids, input_ids
+        self.prompt = input_ids
         self.sources = len(input_ids)
         self.device = input_ids.device
         eos = config.eos_token_id
@@ -87,32 +88,52 @@ class TransformersModel:
         )
         first_eos = self.eos[0] if self.eos else 0
         self.pad: int = first_eos if config.pad_token_id is None else config.pad_token_id
-        layout = Layout(self.sources, config.num_beams, self.pad)
+        self._layout = (self.sources, config.num_beams, self.pad)
         # A search may return an unfinished sequence of maximal length; its end is not forced.
-        wanted = [p for p in processors if type(p).__name__ != FORCED_END]
-        # Not a method: a reference cycle would keep buffers on the device until it is collected.
-        ended = partial(_have_ended, self.eos, input_ids.shape[-1])
-        self._processors = Processors(wanted, layout, ended)
-        others = [c for c in criteria if type(c).__name__ not in OURS]
-        self._criteria = Criteria(others, copy.copy(layout))
+        self._all_processors = [p for p in processors if type(p).__name__ != FORCED_END]
+        self._all_criteria = [c for c in criteria if type(c).__name__ not in OURS]
         self._in_training = any(module.training for module in model.modules())
-        self._source = torch.arange(self.sources, device=self.device)
         self._started = False
+        self._rewind()
+        if not self._restarts:
+            self._given = {}  # so that a cache that was given is not kept twice
+        text_config = model.config.get_text_config()
+        self.vocab_size: int = getattr(text_config, "vocab_size", 0)
+
+    def _rewind(self) -> None:
+        """Go back to where the prompt ends, with what was prepared for the first search."""
+        self._kwargs = _apart(self._given)
+        self._ids = self.prompt
+        self._source = torch.arange(self.sources, device=self.device)
+        # Not a method: a reference cycle would keep buffers on the device until it is collected.
+        ended = partial(_have_ended, self.eos, self.prompt.shape[-1])
+        self._processors = Processors(self._all_processors, Layout(*self._layout), ended)
+        self._criteria = Criteria(self._all_criteria, Layout(*self._layout))
         self._owns = False
         """Whether the tensors of sources are copies, which may be overwritten."""
         self._fixed: FixedSteps | None = None
         """The steps of fixed shape, once the rows are fixed."""
-        text_config = model.config.get_text_config()
-        self.vocab_size: int = getattr(text_config, "vocab_size", 0)
 
     @property
     def _is_encoder_decoder(self) -> bool:
         return bool(self._model.config.is_encoder_decoder)
 
     def start(self) -> Tensor:
-        """Return the scores [sources, V] of the first token after the prompt."""
+        """Return the scores [sources, V] of the first token after the prompt.
+
+        A second call begins anew. It does not run an encoder again.
+
+        Raises:
+            ValueError: if it is called again and the model was given a KV cache with something in
+                it, which the first search has changed.
+        """
         if self._started:
-            raise ValueError("a TransformersModel holds the state of one search; make another one")
+            if not self._restarts:
+                raise ValueError(
+                    f"{CACHE} held something when the model was made, so that it holds the state "
+                    "of one search; make another TransformersModel"
+                )
+            self._rewind()
         self._started = True
         return self._forward(first=True)
 
@@ -216,9 +237,7 @@ class TransformersModel:
     def _ordinary(self) -> TransformersModel:
         """Return a copy that takes ordinary steps, without processors and without changing this."""
         apart = copy.copy(self)
-        apart._processors, apart._kwargs = self._processors.without_any(), dict(self._kwargs)
-        if CACHE in apart._kwargs:
-            apart._kwargs[CACHE] = _shallow(apart._kwargs[CACHE])
+        apart._processors, apart._kwargs = self._processors.without_any(), _apart(self._kwargs)
         return apart
 
     def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
@@ -326,9 +345,35 @@ def _have_ended(eos: tuple[int, ...], prompt: int, ids: Tensor) -> Tensor:
     return torch.isin(ids[:, prompt:], ends).any(-1)
 
 
+def _apart(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return inputs with the same tensors, which are replaced without changing the ones given."""
+    copies = {
+        name: copy.copy(value) if hasattr(value, "keys") else value
+        for name, value in kwargs.items()
+    }
+    if kwargs.get(CACHE) is not None:
+        copies[CACHE] = _shallow(kwargs[CACHE])
+    return copies
+
+
+def _is_blank(cache: Any) -> bool:
+    """Return whether nothing is in a KV cache, so that a shallow copy is a cache of its own."""
+    if cache is None:
+        return True
+    parts = [
+        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    ]
+    if any(part is not None for part in parts):
+        return all(map(_is_blank, parts))
+    layers = getattr(cache, "layers", None)
+    return layers is not None and not any(getattr(x, "is_initialized", True) for x in layers)
+
+
 def _shallow(cache: Any) -> Any:
     """Return a cache with the same tensors, whose layers replace them without writing into them."""
     cache = copy.copy(cache)
+    if hasattr(cache, "is_updated"):
+        cache.is_updated = dict(cache.is_updated)
     for name in ("self_attention_cache", "cross_attention_cache"):
         if hasattr(cache, name):
             setattr(cache, name, _shallow(getattr(cache, name)))
