@@ -12,9 +12,9 @@ sequences that were found.
 The *entropy over answers*, −Σ P(a) log P(a), says how undecided the model is; with answers grouped
 by meaning it is the semantic entropy (Kuhn, Gal and Farquhar, 2023). It is estimated by plugging in
 the estimated probabilities, which is biased, usually downwards: answers that were not found are
-missing. It is cut to its certain bounds. They follow from those of the probabilities. The entropy is smallest when all
-that was not found goes to a single answer; and largest when it is spread over all answers as evenly
-as possible, which bounds it only if the key lists its answers.
+missing. It is cut to bounds that are certain: the entropy is smallest when all that was not found
+goes to a single answer; and largest when it is spread over all answers as evenly as possible, which
+bounds it only if the key lists its answers.
 """
 
 from __future__ import annotations
