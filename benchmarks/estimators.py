@@ -9,7 +9,7 @@ noisy at low temperature, where some designs with 20 sequences come closer to th
 does. So the baseline is computed twice, with independent samples and with the stratified design,
 for each function and sentence the one with the smaller standard error counts, and both are kept, to
 see that they agree. For entropy it is the Rao–Blackwellised form. Cells that are in the JSON file
-already are not computed again.
+already are not computed again. ``benchmarks.bars`` measures what the error bars are worth.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def cell(
     k: int,
     repeats: int,
 ) -> list[dict[str, Any]]:
-    """RMSE, bias and coverage of a design, normalised and not, averaged over the sentences."""
+    """RMSE and bias of a design, normalised and not, averaged over the sentences."""
     start = time.perf_counter()
     beams = sentences.beams(repeats, k, design, temperature, seed=1)
     seconds = time.perf_counter() - start
@@ -159,9 +159,6 @@ def cell(
                 "sum_of_weights": float(weight.mean()),
                 "seconds": seconds,
             }
-            if result.standard_error is not None:
-                low, high = (end.cpu().view(len(LINES), repeats) for end in result.interval())
-                row["coverage"] = float(((low <= true) & (true <= high)).double().mean())
             rows.append(row)
     return rows
 
@@ -226,19 +223,17 @@ COLUMNS = {
 
 
 def tables(results: dict[str, Any]) -> dict[str, list[dict[str, object]]]:
-    """Rows by temperature and K: RMSE, bias and coverage for each function; and a summary."""
+    """Rows by temperature and K: RMSE and bias for each function; and a summary."""
     found = {
         (r["f"], r["temperature"], r["k"], r["design"], r["normalized"]): r for r in results["rows"]
     }
     cells = list(dict.fromkeys(key[:3] for key in found))
     out: dict[str, list[dict[str, object]]] = {}
     for f, t, k in cells:
-        for what in ("rmse", "bias", "coverage"):
+        for what in ("rmse", "bias"):
             row: dict[str, object] = {"τ": t, "K": k}
             for name, design in COLUMNS.items():
-                value = found.get((f, t, k, *design), {}).get(what)
-                if what != "coverage" or name not in ("arithmetic", "sum-and-sample"):
-                    row[name] = "" if value is None else value
+                row[name] = found.get((f, t, k, *design), {}).get(what, "")
             out.setdefault(f"{what}_{f.replace(' ', '_')}", []).append(row)
     out["summary"] = [
         {"f": f.replace("_", " "), **{name: row[name] for name in SUMMARY}}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import answers, front, more
+from benchmarks import answers, bars, front, more
 from benchmarks.estimators import tables
 from benchmarks.tables import into_readme
 from training.evaluate import shown
@@ -136,22 +136,30 @@ def test_what_the_page_says_of_its_tables() -> None:
         better = sum(cell["stratified"] < cell[baseline] for cell in cells.values())
         assert re.search(rf"of {said} in {better}\b", page), said
 
-    def covered(design: str, k: tuple[int, ...], temperature: float) -> str:
-        found = [
-            row["coverage"]
-            for row in rows
-            if row["design"] == design
-            and not row["normalized"]
-            and row["f"] != "entropy RB"
-            and row["k"] in k
-            and row["temperature"] >= temperature
-        ]
-        return f"{100 * min(found):.0f} to {100 * max(found):.0f}%"
-
-    assert f"`stratified` covers {covered('stratified', (10, 20), 0.1)} for K ≥ 10" in page
-    assert f"{covered('stratified', (5,), 0.2)} for K = 5 from τ = 0.2" in page
-    assert f"not normalised: {covered('gumbel-top-k', (10, 20), 0.1)} for K ≥ 10" in page
     sums = {
         row["sum_of_weights"] for row in rows if row["design"] == "calibrated" and row["k"] == 20
     }
     assert f"averaged {min(sums):.3f} to {max(sums):.3f} in every cell at K = 20" in page
+
+
+def test_what_the_page_says_of_error_bars() -> None:
+    measured = results("bars")
+    page, rows = read("docs/estimation.md"), measured["rows"]
+    assert_shown("docs/estimation.md", bars.tables(measured), ("bars_BLEU", "bars_event"))
+
+    def share(design: str, sizes: tuple[int, ...]) -> str:
+        found = [
+            row["coverage"]
+            for row in rows
+            if row["design"] == design and row["f"] != "event" and row["k"] in sizes
+        ]
+        return f"{100 * min(found):.0f} to {100 * max(found):.0f}%"
+
+    def widest(*functions: str) -> str:
+        own = [row for row in rows if row["design"] == "stratified" and row["k"] >= 10]
+        return f"{max(row['width'] for row in own if row['f'] in functions):.2f}"
+
+    assert f"intervals cover {share('stratified', (10, 20))} for K ≥ 10" in page
+    assert f"and {share('stratified', (5,))} for K = 5" in page
+    assert f"at most {widest('BLEU', 'entropy', 'entropy RB')} times the real" in page
+    assert f"it covers {share('SBS n.', (5, 10, 20))}" in page
