@@ -66,3 +66,12 @@ def test_an_unknown_key_is_refused_before_a_model_is_loaded(key: str) -> None:
     result = run("answers", "Hello.", "--key", key, "-m", "no/such/model")
     assert result.exit_code == 1
     assert "key" in result.output or "expression" in result.output
+
+
+def test_until_the_answers_are_known() -> None:
+    arguments = ("answers", TEXTS[0], "-k", "5", "--temperature", "0.3")
+    (once,) = records(run(*arguments).stdout)
+    (more,) = records(run(*arguments, "--until-mass", "0.97", "--most", "60").stdout)
+    assert more["unseen"] < once["unseen"]
+    assert more["settings"]["rounds"] > 1
+    assert sum(a["probability"] for a in more["answers"]) == pytest.approx(1, abs=1e-4)

@@ -10,8 +10,8 @@ import typer
 from rich.console import Group
 from rich.text import Text
 
-from cpsbs.cli.batches import default_batch_size
-from cpsbs.cli.draws import check_draw, chosen_design, draw_with, load_quietly
+from cpsbs.cli.batches import Note, default_batch_size
+from cpsbs.cli.draws import check_draw, chosen_design, chosen_target, draw_with, load_quietly
 from cpsbs.cli.inputs import check_utf8, read_prompts, read_texts
 from cpsbs.cli.options import (
     RESULT,
@@ -27,6 +27,7 @@ from cpsbs.cli.options import (
     K,
     MaxLength,
     ModelName,
+    MostSequences,
     Nucleus,
     Output,
     RemoteCode,
@@ -34,6 +35,7 @@ from cpsbs.cli.options import (
     Skip,
     Temperature,
     Texts,
+    UntilMass,
 )
 from cpsbs.cli.outputs import Record
 from cpsbs.cli.running import Job, printer, reporting_errors
@@ -65,6 +67,8 @@ def answers_command(
         ),
     ] = "text",
     k: K = 10,
+    until_mass: UntilMass = None,
+    most: MostSequences = None,
     design: DesignName = DEFAULT_DESIGN,
     temperature: Temperature = 1.0,
     anneal: Anneal = None,
@@ -90,13 +94,19 @@ def answers_command(
         check_draw(k, temperature, nucleus, max_length, seed)
         check_utf8(key, "--key")
         chosen, chosen_key = chosen_design(design, anneal), key_named(key)
+        target = chosen_target(until_mass, most, chosen)
         found = read_texts(texts, file)
         prompts = read_prompts(found, chat)
         loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
         draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
 
+        note = Note()
+
         def records(numbers: list[int]) -> list[Record]:
-            beams = draw.beams(loaded, prompts, numbers, joint=draw.needs_joint)
+            joint, progress = draw.needs_joint, note.captured
+            beams = next(
+                draw.beams_until(loaded, prompts, [numbers], target, progress, joint=joint)
+            )
             entries = answers(beams, chosen_key, decode=loaded.decode).to_dicts()
             return [
                 {"number": i, "text": found[i], **_plain(entry)}
@@ -114,8 +124,14 @@ def answers_command(
             skip=skip,
             output=output,
             show=printer(json_lines, answer_table),
-            settings={"command": "answers", "key": key, "chat": chat},
+            settings={
+                "command": "answers",
+                "key": key,
+                "chat": chat,
+                **({} if target is None else target.as_record()),
+            },
             prompts=prompts,
+            note=None if target is None else note,
         ).run()
 
 

@@ -139,9 +139,7 @@ def sample(
 
         def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
             to_draw, drawn = tee(batches)
-            beams_each = draw.beams_each(loaded, prompts, to_draw)
-            if target is not None:
-                beams_each = draw.beams_until(loaded, prompts, to_draw, target, note.captured)
+            beams_each = draw.beams_until(loaded, prompts, to_draw, target, note.captured)
             for numbers, beams in zip(drawn, beams_each, strict=True):
                 yield sample_records(beams, loaded, found, numbers, references)
 
@@ -160,7 +158,7 @@ def sample(
                 "command": "sample",
                 "format": layout,
                 "chat": chat,
-                **({} if target is None else {"until_mass": target.mass, "most": target.most}),
+                **({} if target is None else target.as_record()),
             },
             prompts=prompts,
             long=long,

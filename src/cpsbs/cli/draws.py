@@ -30,6 +30,10 @@ class Target:
     most: int
     """The largest number of sequences."""
 
+    def as_record(self) -> Record:
+        """Return what the results of a command depend on."""
+        return {"until_mass": self.mass, "most": self.most}
+
 
 @dataclass(frozen=True)
 class Draw:
@@ -68,11 +72,15 @@ class Draw:
         model: TextModel,
         texts: Sequence[Prompt],
         batches: Iterable[list[int]],
-        target: Target,
+        target: Target | None,
         progress: Progress,
+        **keep: Unpack[SearchOptions],
     ) -> Iterator[Beams]:
-        """Draw round after round for one batch of numbers after another."""
-        drawn = self.settings
+        """Draw round after round for one batch of numbers after another; once without a target."""
+        if target is None:
+            yield from self.beams_each(model, texts, batches, **keep)
+            return
+        drawn = replace(self.settings, **keep)
         for numbers in batches:
             yield model.until(
                 [texts[i] for i in numbers],
@@ -86,6 +94,7 @@ class Draw:
                 progress=progress,
                 temperature=drawn.temperature,
                 nucleus=drawn.nucleus,
+                joint=drawn.joint,
             )
 
     @property
