@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpsbs
-from cpsbs import DESIGNS, TableModel, answers, search
+from cpsbs import DESIGNS, TableModel, answers, keys, search
 from cpsbs.decisions.answers import entropy_bounds, plug_in_entropy
 from tests.exact import Prefix, paths, poisson_rule
 
@@ -219,6 +219,13 @@ def test_texts_tables_and_records() -> None:
     assert str(own) in str(found)
 
 
+def _always(answer: Any) -> Any:
+    def key(y: Any) -> Any:
+        return answer
+
+    return key
+
+
 def test_what_cannot_be_answered_is_refused() -> None:
     beams = search(MODEL, 3, max_length=LENGTH, generator=0)
 
@@ -229,8 +236,30 @@ def test_what_cannot_be_answered_is_refused() -> None:
         answers(beams, fails)
     with pytest.raises(ValueError, match=r"key returned \['x'\] for the sequence .* hashable"):
         answers(beams, lambda y: ["x"])
-    with pytest.raises(ValueError, match="it must be a function"):
+    with pytest.raises(ValueError, match="key is the text 'first-line'"):
         answers(beams, "first-line")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="key is the class choice; pass an object"):
+        answers(beams, keys.choice)
+    for odd in (torch.tensor(True), math.nan, (["a"],)):
+        with pytest.raises(ValueError, match="hashable and equal to itself"):
+            answers(beams, _always(odd))
+
+    def elsewhere(y: Any) -> str:
+        return "siege"
+
+    elsewhere.choices = ["Place"]  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r"'siege' .* not among its choices, 'Place'"):
+        answers(beams, elsewhere)
+    with pytest.raises(ValueError, match="it was given tokens; for texts, pass decode"):
+        answers(beams, lambda y: y.split())
+    with pytest.raises(ValueError, match="decode is a str"):
+        answers(beams, total, decode="x")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="decode returned 1 texts for 3"):
+        answers(beams, total, decode=lambda rows: ["a"])
+    with pytest.raises(ValueError, match="beams has no sources"):
+        answers(beams[0:0], total)
+    with pytest.raises(ValueError, match="coefficients is 'x'"):
+        answers(beams, total).estimate("x")  # type: ignore[arg-type]
 
     def short(rows: Any) -> Any:
         return []

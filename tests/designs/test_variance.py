@@ -84,12 +84,28 @@ def test_a_single_pick_is_compared_with_its_certain_neighbours() -> None:
     assert freedom.tolist() == [1.0]
 
 
-def test_picks_that_agree_with_all_around_them_tell_nothing() -> None:
+def test_picks_that_agree_tell_nothing() -> None:
     beams = drawn([[0, 0], [1, 0], [2, 0]])
     chance = torch.tensor([[True, True, False]])
-    ones = torch.ones(1, 3, 1, dtype=torch.float64)
-    variance, _ = difference_variance(beams, chance, torch.full((1, 3), 1 / 3.0).double(), ones)
+    values = torch.tensor([[[1.0], [1.0], [5.0]]], dtype=torch.float64)
+    variance, _ = difference_variance(beams, chance, torch.full((1, 3), 1 / 3.0).double(), values)
     assert variance.tolist() == [[0.0]]
+
+
+@given(st.integers(0, 1000), st.integers(0, 31))
+@settings(max_examples=50, deadline=None)
+def test_the_variance_is_a_quadratic_form(seed: int, mask: int) -> None:
+    """Var(f + g) + Var(f − g) = 2 Var(f) + 2 Var(g), from which covariances follow."""
+    generator = torch.Generator().manual_seed(seed)
+    beams = drawn([[i, 0] for i in torch.randperm(5, generator=generator).tolist()])
+    chance = torch.tensor([[bool(mask >> i & 1) for i in range(5)]])
+    weight = torch.rand(1, 5, generator=generator, dtype=torch.float64)
+    f, g = torch.randint(0, 2, (2, 1, 5, 1), generator=generator).double()
+    values = torch.cat([f + g, f - g, f, g], -1)
+    total, difference, one, other = difference_variance(beams, chance, weight, values)[0][
+        0
+    ].tolist()
+    assert total + difference == pytest.approx(2 * one + 2 * other, abs=1e-12)
 
 
 def test_without_chance_there_is_no_variance() -> None:

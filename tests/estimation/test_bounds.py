@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpsbs import DESIGNS, Estimate, TableModel, estimate, search
+from cpsbs.estimation.result import rounded_bound
 from cpsbs.functions import Bleu, Entropy, Length, Probability
 
 pytestmark = pytest.mark.filterwarnings("ignore::cpsbs.estimation.WeightWarning")
@@ -71,6 +72,8 @@ def test_beam_search_has_bounds_without_an_estimate() -> None:
     assert result.bounds is not None
     assert torch.equal(low, result.bounds[0])
     assert torch.equal(high, result.bounds[1])
+    vector = estimate(drawn("top-k", 3, 2), lambda y: [len(y), 1], bounds=([0, 0], [9, 9]))
+    assert Estimate.from_dicts(vector.to_dicts()).value.shape == vector.value.shape
     again = Estimate.from_dicts(result.to_dicts())
     assert again.bounds is not None
     assert torch.equal(again.bounds[1], result.bounds[1])
@@ -79,8 +82,8 @@ def test_beam_search_has_bounds_without_an_estimate() -> None:
 
 
 def test_intervals_are_cut_to_the_bounds() -> None:
-    result = estimate(drawn("stratified", 6), long)
-    plain = estimate(drawn("stratified", 6), lambda y: float(long(y)))
+    result = estimate(drawn("stratified", 12), lambda y: sum(y) % 2 == 0)
+    plain = estimate(drawn("stratified", 12), lambda y: float(sum(y) % 2 == 0))
     assert plain.bounds is None
     (low, high), bounds = result.interval(), result.bounds
     assert bounds is not None
@@ -138,6 +141,12 @@ def test_vectors_and_lists_of_functions() -> None:
     assert torch.allclose(mean.bounds[0][0], both.bounds[0].mean(0))
     assert estimate(beams, [Length(), Probability(long)]).bounds is not None
     assert estimate(beams, [Length(), lambda y: 0.5]).bounds is None
+
+
+def test_bounds_are_rounded_outwards() -> None:
+    for value in (0.66426, 0.3, 1.23456e-7, -2.00001, 5e-324, 0.0, 1e-308):
+        assert float(rounded_bound(value, math.floor)) <= value
+        assert float(rounded_bound(value, math.ceil)) >= value
 
 
 def test_a_value_outside_its_bounds_names_the_sequence() -> None:

@@ -420,3 +420,19 @@ def test_inclusion_probabilities_belong_to_one_search() -> None:
     beams = cpsbs.more(LARGE, beams, 2, generator=0)
     with pytest.raises(ValueError, match="beams were drawn in several rounds"):
         cpsbs.monte_carlo_inclusion(lambda i: copies(LARGE, len(i)), beams, 10)
+
+
+def test_rounds_that_share_their_random_numbers_are_not_independent() -> None:
+    """Of beams with other first seeds the last rounds may still be the same."""
+    model = TableModel.random(vocab_size=4, length=4, eos=0, seed=1)
+
+    def rounds(*seeds: int) -> Beams:
+        beams = search(model, 2, max_length=4, generator=seeds[0])
+        for seed in seeds[1:]:
+            beams = cpsbs.more(model, beams, 2, generator=seed)
+        return beams
+
+    for one, other in (((0, 0, 5), (1, 2, 5)), ((5, 5), (3, 5))):
+        with pytest.raises(ValueError, match="drawn with the same seed"):
+            cpsbs.estimate([rounds(*one), rounds(*other)], len)
+    assert cpsbs.estimate([rounds(0, 0, 5), rounds(1, 2, 6)], len).standard_error is not None

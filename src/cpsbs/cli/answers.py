@@ -93,6 +93,8 @@ def answers_command(
     with reporting_errors():
         check_draw(k, temperature, nucleus, max_length, seed)
         check_utf8(key, "--key")
+        if output is not None and output.suffix.lower() == ".csv":
+            raise ValueError(f"--output is {output}; answers are written as JSON lines or Parquet")
         chosen, chosen_key = chosen_design(design, anneal), key_named(key)
         target = chosen_target(until_mass, most, chosen)
         found = read_texts(texts, file)

@@ -12,9 +12,9 @@ sequences that were found.
 The *entropy over answers*, −Σ P(a) log P(a), says how undecided the model is; with answers grouped
 by meaning it is the semantic entropy (Kuhn, Gal and Farquhar, 2023). It is estimated by plugging in
 the estimated probabilities, which is biased, usually downwards: answers that were not found are
-missing. It is cut to bounds that are certain: the entropy is smallest when all that was not found
-goes to a single answer; and largest when it is spread over all answers as evenly as possible, which
-bounds it only if the key lists its answers.
+missing. Bounds that are certain stand beside it, and it may lie outside them: the entropy is
+smallest when all that was not found goes to a single answer; and largest when it is spread over all
+answers as evenly as possible, which bounds it only if the key lists its answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from cpsbs.decisions import keys
 from cpsbs.decisions.keys import Key
-from cpsbs.estimation.arguments import Decode, checked_beams
+from cpsbs.estimation.arguments import Decode, checked_beams, decoded
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.result import Estimate, rounded_bound, with_error
 from cpsbs.extras import required
@@ -69,17 +69,17 @@ def answers(
         WeightWarning: as ``estimate``.
     """
     several = checked_beams(beams)
-    found = _keyed(several, key, decode)
+    _check_key(key)
+    texts = [_texts_of(several, b, decode) for b in range(len(several[0]))]
+    found = [_keyed(b, own, key, decode is not None) for b, own in enumerate(texts)]
     order = [list(dict.fromkeys(table.values())) for table in found]
     indicator = _Indicators(found, order)
-    estimated = estimate(
-        several if len(several) > 1 else several[0], indicator, normalize=normalize
-    )
+    given = several if len(several) > 1 else several[0]
+    estimated = estimate(given, indicator, normalize=normalize)
     possible = getattr(key, "choices", None)
-    texts = [_texts_of(several, b, decode) for b in range(len(found))]
     return Answers(
         tuple(
-            _ranked(b, order[b], table, texts[b], estimated, possible)
+            _ranked(b, order[b], table, texts[b] if decode else {}, estimated, possible)
             for b, table in enumerate(found)
         ),
         estimated,
@@ -188,6 +188,11 @@ class Answers(Sequence[SourceAnswers]):
         ``{"Paris": 1, "Lyon": -1}`` is the lead of one answer over another, whose error takes into
         account that both come from one beam. Answers that are not named count zero.
         """
+        if not isinstance(coefficients, Mapping):
+            raise ValueError(
+                f"coefficients is {coefficients!r}; it must map answers to numbers, such as "
+                "{'Paris': 1, 'Lyon': -1}"
+            )
         return self._combination(source, [coefficients], [_name(coefficients)])
 
     def lead(self, source: int = 0) -> Estimate:
@@ -320,6 +325,7 @@ class _Combination:
         own = [self._found[tuple(y)] for y in beams.tokens(source)]
         rows = [[term.get(answer, 0.0) for term in self._terms] for answer in own]
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
+        table = table.reshape(len(rows), len(self._terms))
         return table[:, 0] if len(self._terms) == 1 else table
 
 
@@ -332,38 +338,54 @@ def _name(coefficients: Mapping[Any, float]) -> str:
     return " ".join(parts).removeprefix("+ ")
 
 
-def _keyed(
-    several: Sequence[Beams], key: Key, decode: Decode | None
-) -> list[dict[tuple[int, ...], Hashable]]:
-    """Return the answer of every distinct sequence of every source, the most probable first."""
-    out = []
-    for b in range(len(several[0])):
-        log_prob: dict[tuple[int, ...], float] = {}
-        for beams in several:
-            own = beams.log_prob[b][beams.present[b]].tolist()
-            log_prob.update(zip(map(tuple, beams.tokens(b)), own, strict=True))
-        if not log_prob:
-            raise ValueError(f"source {b} has no sequences; answers need at least one")
-        sequences = sorted(log_prob, key=lambda y: -log_prob[y])
-        given: list[Any] = [list(y) for y in sequences]
-        if decode is not None:
-            given = decode(given)
-        out.append(dict(zip(sequences, _called(key, given, sequences, b), strict=True)))
-    return out
-
-
-def _called(
-    key: Key, given: list[Any], sequences: list[tuple[int, ...]], source: int
-) -> list[Hashable]:
-    """Return what the key makes of each text, checked."""
+def _check_key(key: Any) -> None:
+    """Raise a ValueError if the key is not a function, or states its choices wrongly."""
+    if isinstance(key, str):
+        raise ValueError(
+            f"key is the text {key!r}; it must be a function from a text to its answer, such as "
+            "those of cpsbs.keys"
+        )
+    if isinstance(key, type):
+        raise ValueError(f"key is the class {key.__name__}; pass an object, {key.__name__}(...)")
     if not callable(key):
         raise ValueError(f"key is {key!r}; it must be a function from a text to its answer")
+    choices = getattr(key, "choices", None)
+    if choices is not None and not isinstance(choices, list | tuple | set | frozenset):
+        raise ValueError(f"key.choices is {choices!r}; it must be a list of all answers")
+
+
+Sequences = dict[tuple[int, ...], Any]
+"""The distinct sequences of a source, the most probable first, and what the key is given."""
+
+
+def _texts_of(several: Sequence[Beams], source: int, decode: Decode | None) -> Sequences:
+    """Return the distinct sequences of a source, with their texts, or tokens without ``decode``."""
+    log_prob: dict[tuple[int, ...], float] = {}
+    for beams in several:
+        own = beams.log_prob[source][beams.present[source]].tolist()
+        log_prob.update(zip(map(tuple, beams.tokens(source)), own, strict=True))
+    if not log_prob:
+        raise ValueError(f"source {source} has no sequences; answers need at least one")
+    sequences = sorted(log_prob, key=lambda y: -log_prob[y])
+    tokens = [list(y) for y in sequences]
+    if decode is None:
+        return dict(zip(sequences, tokens, strict=True))
+    return dict(zip(sequences, decoded(tokens, source, decode), strict=True))
+
+
+def _keyed(
+    source: int, given: Sequences, key: Key, as_texts: bool
+) -> dict[tuple[int, ...], Hashable]:
+    """Return the answer of every distinct sequence of a source, checked."""
+    hint = "" if as_texts else " (it was given tokens; for texts, pass decode)"
+    results: list[Any] = []
     if getattr(key, "batched", False):
         try:
-            results = list(key(given))
+            results = list(key(list(given.values())))
         except Exception as error:
             raise ValueError(
-                f"key failed on the sequences of source {source}: {type(error).__name__}: {error}"
+                f"key failed on the sequences of source {source}: "
+                f"{type(error).__name__}: {error}{hint}"
             ) from error
         if len(results) != len(given):
             raise ValueError(
@@ -371,32 +393,38 @@ def _called(
                 "must return one for each"
             )
     else:
-        results = []
-        for one, y in zip(given, sequences, strict=True):
+        for y, one in given.items():
             try:
                 results.append(key(one))
             except Exception as error:
+                shown = f", {one!r}" if as_texts else ""
                 raise ValueError(
-                    f"key failed on the sequence {list(y)} of source {source}, {one!r}: "
-                    f"{type(error).__name__}: {error}"
+                    f"key failed on the sequence {list(y)} of source {source}{shown}: "
+                    f"{type(error).__name__}: {error}{hint}"
                 ) from error
-    for answer, y in zip(results, sequences, strict=True):
-        if not isinstance(answer, Hashable):
-            raise ValueError(
-                f"key returned {answer!r} for the sequence {list(y)} of source {source}; an answer "
-                "must be hashable, such as a string or a number"
-            )
-    return results
+    found = dict(zip(given, results, strict=True))
+    for y, answer in found.items():
+        _check_answer(answer, y, source, getattr(key, "choices", None))
+    return found
 
 
-def _texts_of(
-    several: Sequence[Beams], source: int, decode: Decode | None
-) -> dict[tuple[int, ...], str]:
-    """Return the texts of a source's sequences, by their tokens; none without ``decode``."""
-    if decode is None:
-        return {}
-    tokens = list(dict.fromkeys(tuple(y) for beams in several for y in beams.tokens(source)))
-    return dict(zip(tokens, decode([list(y) for y in tokens]), strict=True))
+def _check_answer(answer: Any, y: tuple[int, ...], source: int, choices: Any) -> None:
+    """Raise a ValueError if answers could not be compared, or is none of the key's choices."""
+    try:
+        hash(answer)
+        usable = not isinstance(answer, Tensor) and bool(answer == answer)
+    except (TypeError, ValueError):
+        usable = False
+    if not usable:
+        raise ValueError(
+            f"key returned {answer!r} for the sequence {list(y)} of source {source}; an answer "
+            "must be hashable and equal to itself, such as a string or a number"
+        )
+    if choices is not None and answer is not None and answer not in choices:
+        raise ValueError(
+            f"key returned {answer!r} for the sequence {list(y)} of source {source}, which is not "
+            f"among its choices, {', '.join(map(repr, choices))}"
+        )
 
 
 def _ranked(
@@ -439,7 +467,7 @@ def _ranked(
     return SourceAnswers(
         source=source,
         answers=tuple(rows),
-        entropy=_within(plug_in_entropy(value), least, most),
+        entropy=plug_in_entropy(value),
         entropy_bounds=(least, most),
         unseen=unseen,
     )
@@ -448,11 +476,6 @@ def _ranked(
 def _most(possible: Sequence[Any] | None, order: list[Hashable]) -> int | None:
     """Return how many different answers there can be, None included; None if nobody knows."""
     return None if possible is None else len({*possible, None, *order})
-
-
-def _within(value: float, least: float, most: float) -> float:
-    """Return the value cut to the bounds; NaN stays."""
-    return value if math.isnan(value) else min(max(value, least), most)
 
 
 def plug_in_entropy(probabilities: Sequence[float]) -> float:

@@ -52,7 +52,10 @@ def number(answer: str) -> int | float | None:
     found = [match.group() for match in NUMBER.finditer(answer) if match.group()]
     if not found:
         return None
-    value = float(found[-1].replace(",", "").replace("−", "-"))
+    digits = found[-1].replace(",", "").replace("−", "-")
+    if digits.lstrip("+-").isdigit():
+        return int(digits)
+    value = float(digits)
     if not math.isfinite(value):
         return None
     return int(value) if value.is_integer() else value

@@ -119,10 +119,10 @@ def difference_variance(
 ) -> tuple[Tensor, Tensor]:
     """Return [B, d] the variance by successive differences, and [B] its degrees of freedom.
 
-    Where the picks that were left to chance say nothing, because there is one or they agree, each
-    is compared with its certain neighbours instead: the mean square of the differences from them
-    is at least the variance of f around the pick, in expectation. The variance is zero where these
-    agree too.
+    A single pick that was left to chance has no neighbour among its like, and is compared with the
+    certain sequences before and after it instead. Those are no sample, so that this is no more than
+    a scale of how much f varies there. The variance is zero where all that is compared agrees. It
+    is a quadratic form in f, so that covariances follow from it.
 
     Args:
         drawn: the beams.
@@ -142,19 +142,17 @@ def difference_variance(
     pair = (place < count[:, None])[..., None]
     total = (pair * terms.diff(dim=1).square()).sum(1)
     size = count.to(total.dtype)[:, None]
-    spread = torch.where(size > 1, size / (2 * (size - 1).clamp(min=1)), 0.0) * total
-    agree = spread <= ROUNDING * (weight * values).sum(1).square()
-    spread = torch.where(agree, _from_certain(present, chance, weight, values), spread)
+    spread = size / (2 * (size - 1).clamp(min=1)) * total
+    spread = torch.where(size == 1, _from_certain(present, chance, weight, values), spread)
     freedom = 2 * (size - 1).square() / (3 * size - 4).clamp(min=1)
     freedom = torch.where(size == 0, math.inf, freedom.clamp(min=1))
     return spread, freedom[:, 0].cpu()
 
 
 def _from_certain(present: Tensor, chance: Tensor, weight: Tensor, values: Tensor) -> Tensor:
-    """Return [B, d] Σ w² (f − f')² over picks left to chance, f' being the mean of neighbours.
+    """Return [B, d] Σ w² (f − f')² over picks left to chance, averaged over neighbours f'.
 
-    The neighbours of a pick are the certain sequences before and after it in the order of the tree;
-    the squares of the differences from the two are averaged.
+    The neighbours of a pick are the certain sequences before and after it in the order of the tree.
     """
     certain = present & ~chance
     gap = values.diff(dim=1).square()

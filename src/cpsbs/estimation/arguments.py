@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cpsbs.search.beams import Beams
+from cpsbs.search.more import round_seeds
 
 Decode = Callable[[Sequence[Sequence[int]]], list[str]]
 """A function from lists of tokens to texts, such as a tokenizer's ``batch_decode``."""
@@ -48,15 +49,41 @@ def _check_callable(f: Any) -> None:
         )
 
 
+def decoded(tokens: list[list[int]], source: int, decode: Decode) -> list[str]:
+    """Return the texts of the sequences of a source, one for each."""
+    if not callable(decode) or hasattr(decode, "batch_decode"):
+        raise ValueError(
+            f"decode is a {type(decode).__name__}; it must be a function from lists of tokens to "
+            "texts, such as a tokenizer's batch_decode"
+        )
+    if not tokens:  # a tokenizer may decode an empty list to one empty text
+        return []
+    texts = decode(tokens)
+    if len(texts) != len(tokens):
+        raise ValueError(
+            f"decode returned {len(texts)} texts for {len(tokens)} sequences of source {source}; "
+            "it must return one for each"
+        )
+    return texts
+
+
 def checked_beams(beams: Beams | Sequence[Beams]) -> list[Beams]:
     """Return the beams as a list, if they can be averaged: independent ones of one kind."""
     several = [beams] if isinstance(beams, Beams) else []
     if isinstance(beams, list | tuple):
         several = list(beams)
     if not several or not all(isinstance(b, Beams) for b in several):
-        raise ValueError("beams must be Beams, or a list of Beams that is not empty")
-    if len({(b.design, b.k, len(b)) for b in several}) > 1:
-        raise ValueError("beams of different designs, sizes or numbers of sources cannot be mixed")
+        kind = type(beams).__name__
+        raise ValueError(f"beams is a {kind}; it must be Beams, or a list of Beams, not empty")
+    if len(several[0]) == 0:
+        raise ValueError("beams has no sources; it must have at least one")
+    for name, own in (
+        ("designs", [b.design for b in several]),
+        ("K", [b.k for b in several]),
+        ("numbers of sources", [len(b) for b in several]),
+    ):
+        if len(set(own)) > 1:
+            raise ValueError(f"beams of different {name} cannot be mixed: {own}")
     designs: list[Any] = [b.made_by for b in several]
     if None in designs:  # beams from elsewhere have at most the printed design
         designs = [b.settings.get("design") for b in several]
@@ -71,14 +98,14 @@ def checked_beams(beams: Beams | Sequence[Beams]) -> list[Beams]:
             raise ValueError(
                 f"beams made with different settings of {name} cannot be mixed: {made}"
             )
-    # Beams of several rounds that differ in the seeds of some have one for each round.
-    rounds: dict[tuple[int, Any], int] = {}
-    for b in several:
-        seed = b.settings.get("seed")
-        for at, own in enumerate(seed if isinstance(seed, list | tuple) else [seed]):
-            if own is not None:
-                rounds[at, own] = rounds.get((at, own), 0) + 1
-    if max(rounds.values(), default=1) > 1:
+    # Rounds of the same number and seed share their random numbers.
+    rounds = [
+        (at, seed)
+        for b in several
+        for at, seed in enumerate(round_seeds(b.settings))
+        if seed is not None
+    ]
+    if len(set(rounds)) < len(rounds):
         raise ValueError(
             "two of the beams were drawn with the same seed, so they are not independent; search "
             "with different seeds"

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.variance import infinite_freedom
-from cpsbs.estimation.arguments import Decode, check_function, checked_beams
+from cpsbs.estimation.arguments import Decode, check_function, checked_beams, decoded
 from cpsbs.estimation.bounds import Bounds, certified, check_within, stated_bounds
 from cpsbs.estimation.result import Estimate
 from cpsbs.estimation.uncertainty import one_beam_variance
@@ -243,12 +243,9 @@ class FunctionValues:
         tokens, decode = [list(y) for y in sequences], self._decode
         if not tokens:  # a tokenizer may decode an empty list to one empty text
             return []
-        arguments: Sequence[Any] = tokens if decode is None else decode(tokens)
-        if len(arguments) != len(tokens):
-            raise ValueError(
-                f"decode returned {len(arguments)} texts for {len(tokens)} sequences of source "
-                f"{source}; it must return one for each"
-            )
+        arguments: Sequence[Any] = tokens
+        if decode is not None:
+            arguments = decoded(tokens, source, decode)
         batched = getattr(f, "batched", False)
         results: list[Any] = []
         for i, argument in enumerate([list(arguments)] if batched else arguments):
@@ -268,7 +265,7 @@ class FunctionValues:
                     f"f is batched and returned {len(results)} values for {len(arguments)} "
                     "sequences; it must return one for each"
                 )
-        booleans = sum(isinstance(r, bool) for r in results)
+        booleans = sum(type(r).__name__ in ("bool", "bool_") for r in results)  # numpy's too
         self._booleans += booleans
         self._others += len(results) - booleans
         try:

@@ -281,7 +281,7 @@ def _check(beams: Beams, design: Design, runs: int, batch_size: int) -> None:
     """Raise a ValueError if an argument is out of range or does not fit the beams."""
     if beams.latest is not None:
         raise ValueError(
-            f"beams were drawn in several rounds, the latest with k = {beams.latest}; inclusion "
+            "beams were drawn in several rounds, by more or until; inclusion "
             "probabilities can be estimated only for beams of one search"
         )
     made = beams.settings.get("design")

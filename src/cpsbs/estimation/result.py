@@ -205,14 +205,19 @@ class Estimate:
             if len(pairs) < len(found):
                 return None
             ends = [missing if pair[which] is None else pair[which] for pair in pairs]
-            return torch.tensor(ends, dtype=torch.float64, device="cpu").expand_as(value)
+            return torch.tensor(ends, dtype=torch.float64, device="cpu")
 
         known = any(entry["variance"] is not None for entry in found)
-        first, value = found[0], column("value")
+        lower, upper = end(0, -math.inf), end(1, math.inf)
+        first = found[0]
+        if lower is not None and all(entry["value"] is None for entry in found):
+            value = torch.full_like(lower, math.nan)  # of beams without weights
+        else:
+            value = column("value")
         unknown = torch.full_like(value[0], math.nan).tolist()
         return Estimate(
-            lower=end(0, -math.inf),
-            upper=end(1, math.inf),
+            lower=lower,
+            upper=upper,
             value=value,
             variance=column("variance", unknown) if known else None,
             freedom=column("degrees_of_freedom", math.inf),
@@ -294,8 +299,8 @@ class Estimate:
 
 def rounded_bound(value: float, direction: Callable[[float], int]) -> str:
     """Return a number with four digits, rounded down or up."""
-    if value == 0:
-        return "0"
+    if abs(value) < 1e-300:
+        return "0" if value == 0 or (value > 0) == (direction is math.floor) else f"{value:.4g}"
     unit = 10.0 ** (math.floor(math.log10(abs(value))) - 3)
     return f"{direction(round(value / unit, 6)) * unit:.4g}"
 

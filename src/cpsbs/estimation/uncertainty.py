@@ -102,17 +102,23 @@ def _latest_variance(
         1, order[..., None].expand(-1, -1, beams.sequences.shape[-1])
     )
     log_prob = some(beams.log_prob, -math.inf)
-    view = LatestRound(beams.latest, sequences, present, log_prob, log_inclusion, pairs)
     own = some(weight, 0.0)
     own_values = values.gather(1, order[..., None].expand(-1, -1, values.shape[-1]))
     own_values = own_values * present[..., None]
-    if log_norm is None:
-        return design.variance(view, own, own_values, None)
-    share = own.sum(-1).clamp(min=2.0**-1000)
-    variance, freedom = design.variance(
-        view, own / share[:, None], own_values, log_norm + share.log()
-    )
-    return None if variance is None else variance * share.square()[:, None], freedom
+    share = torch.ones_like(own[:, 0])
+    if log_norm is not None:
+        share = own.sum(-1).clamp(min=2.0**-1000)
+        own, log_norm = own / share[:, None], log_norm + share.log()
+    total = torch.full_like(values[:, 0], math.nan)
+    freedom = infinite_freedom(weight)
+    for k in sorted(set(beams.latest.tolist())):  # one or two: the last round may have been smaller
+        view = LatestRound(k, sequences, present, log_prob, log_inclusion, pairs)
+        variance, found = design.variance(view, own, own_values, log_norm)
+        if variance is not None:
+            here = beams.latest == k
+            total = torch.where(here[:, None], variance * share.square()[:, None], total)
+            freedom = torch.where(here.cpu(), found, freedom)
+    return None if bool(total.isnan().all()) else total, freedom
 
 
 def mean_variance(

@@ -237,9 +237,10 @@ class Beams:
     """How the beams were made: design, k, temperature, nucleus, max_length, seed, model."""
     made_by: Design | None = None
     """The design itself, which estimates errors; None for beams that no search has made."""
-    latest: int | None = None
-    """K of the latest round, if ``more`` or ``until`` has added rounds. All sequences of earlier
-    rounds count as picked with certainty: only the latest round is random, given the others."""
+    latest: Tensor | None = None
+    """[B] K of the latest round of each source, if ``more`` or ``until`` has added rounds. All
+    sequences of earlier rounds count as picked with certainty: only the latest round is random,
+    given the others."""
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -207,7 +207,7 @@ def draw_more(
     label = {
         **beams.settings,
         "design": repr(settings.design),
-        "seed": _both(beams.settings.get("seed"), seed),
+        "seed": _both(beams.settings, seed),
         "model": _name(model),
         "rounds": number,
     }
@@ -272,8 +272,20 @@ def _name(model: SequenceModel) -> str:
     return str(getattr(model, "name", type(model).__name__))
 
 
-def _both(before: Any, seed: int | None) -> Any:
-    """Return the seed of all rounds, or a tuple with one for each if they differ."""
-    if before == seed:
-        return seed
-    return (*(before if isinstance(before, list | tuple) else [before]), seed)
+def round_seeds(made: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the seeds of all rounds of beams with these settings, None where it is not known."""
+    seed = made.get("seed")
+    if isinstance(seed, list | tuple):
+        return tuple(seed)
+    return (seed,) * int(made.get("rounds") or 1)
+
+
+def _both(made: Mapping[str, Any], seed: int | None) -> Any:
+    """Return the seed of all rounds, or a tuple with one for each if they differ.
+
+    Args:
+        made: how the beams of earlier rounds were made.
+        seed: the seed of the next round.
+    """
+    every = (*round_seeds(made), seed)
+    return seed if all(own == seed for own in every) else every

@@ -51,7 +51,7 @@ class Rounds:
         self._parts = list[Beams]()
         self._drawn = list[Tensor]()
         """[B] for each part, which sources it has sequences of."""
-        self._latest = settings.k
+        self._latest = torch.full((model.sources,), settings.k, device=model.device)
         self._process = partial(
             processed, temperature=settings.temperature, nucleus=settings.nucleus
         )
@@ -129,7 +129,7 @@ class Rounds:
             if settings.entropy:
                 entropy = torch.zeros_like(log_prob)
                 entropy[source, place] = self._entropy_along(path)
-        self._latest = k
+        self._latest = torch.where(active, k, self._latest)
         self._drawn.append(active)
         self._parts.append(
             replace(
