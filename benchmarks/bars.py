@@ -7,13 +7,15 @@ their error from one beam. For expected BLEU, both forms of the entropy, and the
 event that a prefix decides (that the translation begins with the prefix whose probability is
 closest to one half): how often the 95% interval covers the truth, and how wide the error bar is,
 as the median of the claimed standard errors over the real standard deviation of the estimates.
-The truth is the mean of 1,024 beams of 50 sequences by ``stratified``, which is unbiased (fewer
-with ``--truth-runs``). Cells that are in the JSON file already are not computed again.
+The truth is the mean over all repeats of ``stratified`` at the largest K, which is unbiased; its
+error is a twentieth of that of one beam. Cells that are in the JSON file already are not computed
+again.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 from dataclasses import fields, replace
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.estimators import LINES, Sentences, as_json
 from benchmarks.tables import into_readme, table
@@ -46,36 +48,49 @@ ROUNDING = 1e-5
 are sums over dozens of steps."""
 
 
-def on_cpu(beams: Beams) -> Beams:
-    """The same beams on the CPU, where Python reads them."""
-    moved: dict[str, Any] = {
-        part.name: value.cpu()
-        for part in fields(beams)
-        if isinstance(value := getattr(beams, part.name), Tensor)
-    }
-    return replace(beams, **moved)
+def joined(parts: list[Beams]) -> Beams:
+    """Independent searches of the same sentences as one beam, on the CPU: sources s·repeats + r."""
+    longest = max(beams.sequences.shape[-1] for beams in parts)
+
+    def together(name: str) -> Tensor:
+        own: list[Tensor] = [getattr(beams, name).cpu() for beams in parts]
+        if name == "sequences":
+            pad = parts[0].pad
+            own = [nn.functional.pad(x, (0, longest - x.shape[-1]), value=pad) for x in own]
+        grouped = [x.view(len(LINES), -1, *x.shape[1:]) for x in own]
+        return torch.cat(grouped, 1).flatten(0, 1)
+
+    first = parts[0]
+    names = [part.name for part in fields(first) if isinstance(getattr(first, part.name), Tensor)]
+    moved: dict[str, Any] = {name: together(name) for name in names}
+    return replace(first, **moved)
 
 
 class Cases:
-    """The functions of one temperature, for sentences that are repeated."""
+    """The functions of one temperature, and their expectations.
 
-    def __init__(self, sentences: Sentences, temperature: float) -> None:
-        self._sentences, self._temperature = sentences, temperature
-        self._events = [
-            partial(_begins, prefix) for prefix in likely_prefixes(self.beams(1, 200, seed=9))
-        ]
+    Args:
+        tokenizer: the tokenizer of the model.
+        references: a reference translation of each sentence.
+        beams: many beams of each sentence, by ``stratified`` with a large K.
+    """
+
+    def __init__(self, tokenizer: Any, references: list[str], beams: Beams) -> None:
+        self._decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+        self._references = references
+        self._events = [partial(_begins, prefix) for prefix in likely_prefixes(beams)]
         self._bleu: dict[int, Bleu] = {}
+        found = {name: estimate(beams, f) for name, f in self.functions(beams).items()}
+        means = {name: result.value.view(len(LINES), -1).mean(1) for name, result in found.items()}
+        self.truth = {**means, "entropy": means["entropy RB"]}
+        """The truth for each function and sentence, nearly."""
 
-    def beams(self, repeats: int, k: int, design: str = "stratified", seed: int = 1) -> Beams:
-        """Independent searches of every sentence: sources s·repeats + r."""
-        return on_cpu(self._sentences.beams(repeats, k, design, self._temperature, seed))
-
-    def functions(self, repeats: int) -> dict[str, Any]:
-        """The functions of ``FUNCTIONS``."""
+    def functions(self, beams: Beams) -> dict[str, Any]:
+        """The functions of ``FUNCTIONS``, for beams of each sentence."""
+        repeats = len(beams) // len(LINES)
         if repeats not in self._bleu:
-            decode = partial(self._sentences.tokenizer.batch_decode, skip_special_tokens=True)
-            references = [text for text in self._sentences.references for _ in range(repeats)]
-            self._bleu[repeats] = Bleu(references, decode)
+            references = [text for text in self._references for _ in range(repeats)]
+            self._bleu[repeats] = Bleu(references, self._decode)
         return {
             "BLEU": self._bleu[repeats],
             "entropy": Entropy(),
@@ -83,27 +98,18 @@ class Cases:
             "event": [event for event in self._events for _ in range(repeats)],
         }
 
-    def truth(self, runs: int, repeats: int = 128) -> dict[str, list[float]]:
-        """The truth for each function and sentence, nearly."""
-        found: dict[str, list[Tensor]] = {}
-        for run in range(runs):
-            beams = self.beams(repeats, 50, seed=10_000 + run)
-            for name, f in self.functions(repeats).items():
-                found.setdefault(name, []).append(estimate(beams, f).value.view(len(LINES), -1))
-        out = {name: torch.cat(parts, 1).mean(1).tolist() for name, parts in found.items()}
-        return {**out, "entropy": out["entropy RB"]}
-
 
 def likely_prefixes(beams: Beams) -> list[list[int]]:
-    """For each source, the prefix whose estimated probability is closest to one half."""
+    """For each sentence, the prefix whose estimated probability is closest to one half."""
     assert beams.log_weight is not None
-    found = []
-    for b in range(len(beams)):
+    repeats, found = len(beams) // len(LINES), []
+    for sentence in range(len(LINES)):
         mass: dict[tuple[int, ...], float] = {}
-        weights = beams.log_weight[b][beams.present[b]].exp().tolist()
-        for y, w in zip(beams.tokens(b), weights, strict=True):
-            for n in range(1, len(y)):
-                mass[tuple(y[:n])] = mass.get(tuple(y[:n]), 0.0) + w
+        for b in range(sentence * repeats, (sentence + 1) * repeats):
+            weights = beams.log_weight[b][beams.present[b]].exp().tolist()
+            for y, w in zip(beams.tokens(b), weights, strict=True):
+                for n in range(1, len(y)):
+                    mass[tuple(y[:n])] = mass.get(tuple(y[:n]), 0.0) + w / repeats
         closest = min((round(abs(p - 0.5), 6), len(x), x) for x, p in mass.items())
         found.append(list(closest[-1]))
     return found
@@ -113,30 +119,20 @@ def _begins(prefix: list[int], y: list[int]) -> bool:
     return y[: len(prefix)] == prefix
 
 
-def cell(
-    cases: Cases, truth: dict[str, list[float]], name: str, k: int, repeats: int
-) -> list[dict[str, Any]]:
+def cell(cases: Cases, name: str, k: int, beams: Beams) -> list[dict[str, Any]]:
     """Coverage and width of a design for every function, averaged over the sentences."""
-    design, normalize = COLUMNS[name]
-    beams, rows = cases.beams(repeats, k, design), []
-    for f_name, f in cases.functions(repeats).items():
-        result = estimate(beams, f, normalize=normalize)
-        true = torch.tensor(truth[f_name], dtype=torch.float64)[:, None]
-        value = result.value.view(len(LINES), repeats)
-        row = {
-            "f": f_name,
-            "k": k,
-            "design": name,
-            "repeats": repeats,
-            "rmse": float((value - true).square().mean().sqrt()),
-        }
+    repeats, rows = len(beams) // len(LINES), []
+    for f_name, f in cases.functions(beams).items():
+        result = estimate(beams, f, normalize=COLUMNS[name][1])
+        true, value = cases.truth[f_name][:, None], result.value.view(len(LINES), repeats)
+        rmse = float((value - true).square().mean().sqrt())
+        row = {"f": f_name, "k": k, "design": name, "repeats": repeats, "rmse": rmse}
         error = result.standard_error
         if error is not None:
             claimed, spread = error.view(len(LINES), repeats), value.std(1)
             low, high = (end.view(len(LINES), repeats) for end in result.interval())
             covers = (low <= true + ROUNDING) & (true <= high + ROUNDING)
-            matters = spread > ROUNDING
-            width = (claimed.nanmedian(1).values / spread)[matters]
+            width = (claimed.nanmedian(1).values / spread)[spread > ROUNDING]
             row["coverage"] = float(covers.double().mean())
             row["width"] = float(width.nanmean()) if len(width) else math.nan
             row["unknown"] = float(claimed.isnan().double().mean())
@@ -176,33 +172,33 @@ def main() -> None:
         "--json", type=Path, required=True, help="read, and written after each cell"
     )
     parser.add_argument("--pages", type=Path, nargs="*", default=[], help="with tables to fill in")
-    parser.add_argument("--repeats", type=int, default=256)
-    parser.add_argument("--truth-runs", type=int, default=8, help="of 128 beams each")
+    parser.add_argument("--repeats", type=int, default=512)
+    parser.add_argument("--slices", type=int, default=4, help="to search one after the other")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.1, 0.2, 0.3, 0.5, 1.0])
     parser.add_argument("--k", type=int, nargs="+", default=[5, 10, 20])
     parser.add_argument("--designs", nargs="+", default=list(COLUMNS))
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine(), "truth": {}, "rows": []}
+    results: dict[str, Any] = {"machine": machine(), "rows": []}
     if arguments.json.exists():
         results = json.loads(arguments.json.read_text())
     done = {(r["temperature"], r["k"], r["design"]) for r in results["rows"]}
-    wanted = [
-        (t, k, d) for t in arguments.temperatures for k in arguments.k for d in arguments.designs
-    ]
+    wanted = itertools.product(arguments.temperatures, arguments.k, arguments.designs)
     missing = [key for key in wanted if key not in done]
-    sentences = None
-    if missing:
-        files = arguments.model, arguments.source, arguments.reference
-        sentences = Sentences(*files, arguments.device)
+    files = arguments.model, arguments.source, arguments.reference
+    sentences = Sentences(*files, arguments.device) if missing else None
     for temperature in dict.fromkeys(t for t, _, _ in missing):
         assert sentences is not None
-        cases, truths = Cases(sentences, temperature), results["truth"]
-        if str(temperature) not in truths:
-            truths[str(temperature)] = cases.truth(arguments.truth_runs)
-        for _, k, design in (key for key in missing if key[0] == temperature):
-            truth = truths[str(temperature)]
-            found = cell(cases, truth, design, k, arguments.repeats)
+
+        def draw(design: str, k: int, at: float = temperature) -> Beams:
+            each = arguments.repeats // arguments.slices
+            slices = range(arguments.slices)
+            return joined([sentences.beams(each, k, design, at, seed=7 + i) for i in slices])
+
+        largest = draw("stratified", max(arguments.k))
+        cases = Cases(sentences.tokenizer, sentences.references, largest)
+        for _, k, name in (key for key in missing if key[0] == temperature):
+            found = cell(cases, name, k, draw(COLUMNS[name][0], k))
             results["rows"] += [{"temperature": temperature, **row} for row in found]
             partial_file = arguments.json.with_suffix(".partial")
             partial_file.write_text(as_json(results))
