@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import answers, bars, front, more
+from benchmarks import answers, bars, causal_bars, front, more
 from benchmarks.estimators import tables
 from benchmarks.tables import into_readme
 from training.evaluate import shown
@@ -137,6 +137,9 @@ def test_what_the_page_says_of_error_bars() -> None:
     measured = results("bars")
     page, rows = read("docs/estimation.md"), measured["rows"]
     assert_shown("docs/estimation.md", bars.tables(measured), ("bars_BLEU", "bars_event"))
+
+    on_causal = causal_bars.tables(results("causal_bars"))
+    assert_shown("docs/estimation.md", on_causal, ("causal_bars",))
 
     def share(design: str, sizes: tuple[int, ...]) -> str:
         found = [
