@@ -41,7 +41,7 @@ from torch import Tensor
 import cpsbs
 from benchmarks.tables import into_readme, table
 from benchmarks.timing import machine
-from cpsbs.decisions.answers import plug_in_entropy
+from cpsbs.decisions.entropy import plug_in_entropy
 from cpsbs.decisions.keys import Key, key_named
 from cpsbs.functions import Entropy, Length
 from cpsbs.text import Prompt, demonstration

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import cpsbs
 from cpsbs import DESIGNS, TableModel, answers, keys, search
-from cpsbs.decisions.answers import entropy_bounds, plug_in_entropy
+from cpsbs.decisions.entropy import entropy_bounds, plug_in_entropy
 from tests.exact import Prefix, paths, poisson_rule
 
 LENGTH = 3

@@ -28,8 +28,10 @@ import torch
 from torch import Tensor
 
 from cpsbs.decisions import keys
+from cpsbs.decisions.entropy import entropy_bounds, plug_in_entropy
+from cpsbs.decisions.keyed import answers_of, check_key, texts_of
 from cpsbs.decisions.keys import Key
-from cpsbs.estimation.arguments import Decode, checked_beams, decoded
+from cpsbs.estimation.arguments import Decode, checked_beams
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.result import Estimate, rounded_bound, with_error
 from cpsbs.extras import required
@@ -69,9 +71,9 @@ def answers(
         WeightWarning: as ``estimate``.
     """
     several = checked_beams(beams)
-    _check_key(key)
-    texts = [_texts_of(several, b, decode) for b in range(len(several[0]))]
-    found = [_keyed(b, own, key, decode is not None) for b, own in enumerate(texts)]
+    check_key(key)
+    texts = [texts_of(several, b, decode) for b in range(len(several[0]))]
+    found = [answers_of(b, own, key, decode is not None) for b, own in enumerate(texts)]
     order = [list(dict.fromkeys(table.values())) for table in found]
     indicator = _Indicators(found, order)
     given = several if len(several) > 1 else several[0]
@@ -338,95 +340,6 @@ def _name(coefficients: Mapping[Any, float]) -> str:
     return " ".join(parts).removeprefix("+ ")
 
 
-def _check_key(key: Any) -> None:
-    """Raise a ValueError if the key is not a function, or states its choices wrongly."""
-    if isinstance(key, str):
-        raise ValueError(
-            f"key is the text {key!r}; it must be a function from a text to its answer, such as "
-            "those of cpsbs.keys"
-        )
-    if isinstance(key, type):
-        raise ValueError(f"key is the class {key.__name__}; pass an object, {key.__name__}(...)")
-    if not callable(key):
-        raise ValueError(f"key is {key!r}; it must be a function from a text to its answer")
-    choices = getattr(key, "choices", None)
-    if choices is not None and not isinstance(choices, list | tuple | set | frozenset):
-        raise ValueError(f"key.choices is {choices!r}; it must be a list of all answers")
-
-
-Sequences = dict[tuple[int, ...], Any]
-"""The distinct sequences of a source, the most probable first, and what the key is given."""
-
-
-def _texts_of(several: Sequence[Beams], source: int, decode: Decode | None) -> Sequences:
-    """Return the distinct sequences of a source, with their texts, or tokens without ``decode``."""
-    log_prob: dict[tuple[int, ...], float] = {}
-    for beams in several:
-        own = beams.log_prob[source][beams.present[source]].tolist()
-        log_prob.update(zip(map(tuple, beams.tokens(source)), own, strict=True))
-    if not log_prob:
-        raise ValueError(f"source {source} has no sequences; answers need at least one")
-    sequences = sorted(log_prob, key=lambda y: -log_prob[y])
-    tokens = [list(y) for y in sequences]
-    if decode is None:
-        return dict(zip(sequences, tokens, strict=True))
-    return dict(zip(sequences, decoded(tokens, source, decode), strict=True))
-
-
-def _keyed(
-    source: int, given: Sequences, key: Key, as_texts: bool
-) -> dict[tuple[int, ...], Hashable]:
-    """Return the answer of every distinct sequence of a source, checked."""
-    hint = "" if as_texts else " (it was given tokens; for texts, pass decode)"
-    results: list[Any] = []
-    if getattr(key, "batched", False):
-        try:
-            results = list(key(list(given.values())))
-        except Exception as error:
-            raise ValueError(
-                f"key failed on the sequences of source {source}: "
-                f"{type(error).__name__}: {error}{hint}"
-            ) from error
-        if len(results) != len(given):
-            raise ValueError(
-                f"key is batched and returned {len(results)} answers for {len(given)} texts; it "
-                "must return one for each"
-            )
-    else:
-        for y, one in given.items():
-            try:
-                results.append(key(one))
-            except Exception as error:
-                shown = f", {one!r}" if as_texts else ""
-                raise ValueError(
-                    f"key failed on the sequence {list(y)} of source {source}{shown}: "
-                    f"{type(error).__name__}: {error}{hint}"
-                ) from error
-    found = dict(zip(given, results, strict=True))
-    for y, answer in found.items():
-        _check_answer(answer, y, source, getattr(key, "choices", None))
-    return found
-
-
-def _check_answer(answer: Any, y: tuple[int, ...], source: int, choices: Any) -> None:
-    """Raise a ValueError if answers could not be compared, or is none of the key's choices."""
-    try:
-        hash(answer)
-        usable = not isinstance(answer, Tensor) and bool(answer == answer)
-    except (TypeError, ValueError):
-        usable = False
-    if not usable:
-        raise ValueError(
-            f"key returned {answer!r} for the sequence {list(y)} of source {source}; an answer "
-            "must be hashable and equal to itself, such as a string or a number"
-        )
-    if choices is not None and answer is not None and answer not in choices:
-        raise ValueError(
-            f"key returned {answer!r} for the sequence {list(y)} of source {source}, which is not "
-            f"among its choices, {', '.join(map(repr, choices))}"
-        )
-
-
 def _ranked(
     source: int,
     order: list[Hashable],
@@ -476,45 +389,3 @@ def _ranked(
 def _most(possible: Sequence[Any] | None, order: list[Hashable]) -> int | None:
     """Return how many different answers there can be, None included; None if nobody knows."""
     return None if possible is None else len({*possible, None, *order})
-
-
-def plug_in_entropy(probabilities: Sequence[float]) -> float:
-    """Return −Σ P log P of estimated probabilities, normalised, in nats."""
-    total = math.fsum(probabilities)
-    if not total > 0:
-        return math.nan
-    shares = [p / total for p in probabilities if p > 0]
-    return 0.0 - math.fsum(p * math.log(p) for p in shares)
-
-
-def entropy_bounds(
-    lower: Sequence[float], unseen: float, possible: int | None
-) -> tuple[float, float]:
-    """Return bounds of the entropy of a distribution of which this much is known, in nats.
-
-    Args:
-        lower: the probability that each answer has at least.
-        unseen: what is missing to one.
-        possible: how many answers there can be, those of ``lower`` included; None if that is not
-            known.
-    """
-
-    def entropy(distribution: Sequence[float]) -> float:
-        return 0.0 - math.fsum(p * math.log(p) for p in distribution if p > 0)
-
-    # The entropy is concave, so that it is smallest at a corner: all that is missing in one place.
-    corners = [[*lower[:i], p + unseen, *lower[i + 1 :]] for i, p in enumerate(lower)]
-    if possible is None or possible > len(lower):
-        corners.append([*lower, unseen])
-    least = min(map(entropy, corners))
-    if unseen <= 0:
-        return least, least
-    if possible is None:
-        return least, math.inf
-    # It is largest where what is missing lifts the smallest probabilities to one level.
-    filled = sorted([*lower, *[0.0] * (possible - len(lower))])
-    for count in range(len(filled), 0, -1):
-        level = (unseen + math.fsum(filled[:count])) / count
-        if level >= filled[count - 1]:
-            return least, entropy([level] * count + filled[count:])
-    raise AssertionError("the first probability alone can always be lifted")

@@ -22,7 +22,7 @@ def sentence_bleu(text: str, reference: str) -> float:
 
 @cache
 def _chrf() -> Any:
-    """Return sacrebleu's metric."""
+    """Return sacrebleu's chrF; making it takes longer than using it."""
     return required("sacrebleu", "metrics").metrics.CHRF()
 
 
