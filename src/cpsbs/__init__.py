@@ -1,17 +1,19 @@
 """Conditional Poisson stochastic beam search: draw K sequences, and estimate expectations.
 
 ``load`` makes a model from a checkpoint and its tokenizer, ``search`` draws K sequences from a
-model by a sampling design, ``estimate`` turns them into an expectation with an error bar, and
-``answers`` into a distribution over answers.
+model by a sampling design, ``estimate`` turns them into an expectation with an error bar,
+``answers`` into a distribution over answers, and ``mbr`` into a decision.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import cpsbs.interrupts  # noqa: F401, before the imports that take long
-from cpsbs import functions, keys
+from cpsbs import functions, keys, utilities
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
 from cpsbs.decisions.answers import Answers, answers
+from cpsbs.decisions.decision import Decisions
+from cpsbs.decisions.mbr import mbr
 from cpsbs.designs import DESIGNS, Design
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusion
@@ -35,6 +37,7 @@ __all__ = [
     "Answers",
     "Beams",
     "ConditionalPoisson",
+    "Decisions",
     "Design",
     "Estimate",
     "FunctionModel",
@@ -55,6 +58,7 @@ __all__ = [
     "hindsight_inclusion",
     "keys",
     "load",
+    "mbr",
     "monte_carlo_inclusion",
     "more",
     "search",
@@ -62,6 +66,7 @@ __all__ = [
     "sentence_bleu",
     "split_seed",
     "until",
+    "utilities",
 ]
 
 

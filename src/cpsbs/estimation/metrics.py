@@ -20,6 +20,12 @@ def sentence_bleu(text: str, reference: str) -> float:
     return min(1.0, float(_bleu().sentence_score(text, [reference]).score) / 100)
 
 
+def bleu_words(text: str) -> list[str]:
+    """Return the words of a text that BLEU counts, by sacrebleu's tokenizer 13a."""
+    words: list[str] = _bleu().tokenizer(text.rstrip()).split()
+    return words
+
+
 @cache
 def _chrf() -> Any:
     """Return sacrebleu's chrF; making it takes longer than using it."""

@@ -252,8 +252,8 @@ class Beams:
     def __iter__(self) -> Iterator[Beams]:
         return (self[b] for b in range(len(self)))
 
-    def __getitem__(self, source: int | slice) -> Beams:
-        """Return the beams of one source or of a slice, always with a dimension for sources.
+    def __getitem__(self, source: int | slice | list[int]) -> Beams:
+        """Return the beams of one source, a slice or a list, always with a dimension for sources.
 
         The path is not carried over.
         """
@@ -265,6 +265,12 @@ class Beams:
             value = getattr(self, part.name)
             some[part.name] = value[source] if isinstance(value, Tensor) else value
         return replace(self, **{**some, "path": None})
+
+    def to(self, device: torch.device | str) -> Beams:
+        """Return the beams on another device. The path is not carried over."""
+        every = {part.name: getattr(self, part.name) for part in fields(self)}
+        moved = {name: x.to(device) for name, x in every.items() if isinstance(x, Tensor)}
+        return replace(self, **moved, path=None)
 
     @property
     def k(self) -> int:

@@ -1,0 +1,335 @@
+"""Minimum Bayes risk decoding: the candidate with the largest expected utility under the model.
+
+Beam search returns the most probable sequence, which may stand alone; what is close to much of what
+the model says is often better. With a utility u(c, y), how good c is if y is the right one, choose
+
+    c* = argmax_c U(c) ,      U(c) = E_p u(c, y) ≈ Σ_{y ∈ Y} w(y) u(c, y) .
+
+*Candidates* and *evidence* are two roles. Candidates may come from anywhere, such as beam search,
+because they are only compared; the evidence Y stands for the model, and needs weights. With the
+weights of a design without replacement U(c) is estimated without bias, no two evaluations are
+spent on the same sequence, and the error of U(c) and of the lead over the runner-up is known. The
+errors of two candidates rest on the same evidence, so that the error of their difference, which is
+*paired*, is much smaller than those of both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpsbs.decisions.decision import Candidate, Decision, Decisions
+from cpsbs.decisions.expected import BeamEvidence, Evidence, Means
+from cpsbs.decisions.roles import candidate_texts, evidence_of
+from cpsbs.decisions.utilities import Utility, as_utility, check_utilities
+from cpsbs.estimation.arguments import Decode
+from cpsbs.search.beams import Beams
+
+DrawMore = Callable[[list[int], int], Beams]
+"""Draws evidence for the sources with these numbers, in the round of this number (1, 2, …): an
+independent beam for each."""
+
+DEFAULT_ROUNDS = 8
+"""The default for the largest number of beams of evidence for a source."""
+
+
+def mbr(
+    candidates: Any,
+    evidence: Any = None,
+    utility: Any = "chrf",
+    *,
+    decode: Decode | None = None,
+    weights: Any = None,
+    normalize: bool = False,
+    confidence: float | None = None,
+    draw: DrawMore | None = None,
+    rounds: int = DEFAULT_ROUNDS,
+    device: torch.device | str | None = None,
+) -> Decisions:
+    """Choose for every source the candidate with the largest expected utility.
+
+    With ``confidence``, sources whose decision is not clear get more evidence, round by round. A
+    candidate is dropped as soon as the best one leads it clearly, and a source is done when no
+    rival is left. The chance that a dropped candidate is better than the one that it was dropped
+    for is at most 1 − confidence, for all rivals and rounds together (by Bonferroni's inequality,
+    and as far as the error bars are right). Looking again and again makes the *expected utilities*
+    of sources that stopped early a little too far apart: a lead is more likely to be called clear
+    when it happens to be overestimated.
+
+    Args:
+        candidates: ``Beams`` of any design, a list of such ``Beams`` whose candidates are joined,
+            or a list with the texts of each source.
+        evidence: ``Beams`` with weights; or a list with texts of each source, independent samples
+            unless ``weights`` says otherwise. By default the candidates in their second role.
+        utility: "chrf", "bleu", "exact", "edit", an object of ``cpsbs.utilities``, or a function of
+            a candidate and another text.
+        decode: a function from lists of tokens to texts, such as ``TextModel.decode``. Needed for
+            ``Beams``.
+        weights: for evidence in texts, a list with the weights of the texts of each source. For
+            ``Beams``, "probability" weights every sequence by its probability under the model
+            instead of by the design's weights. That is biased, works for beam search too, and tells
+            no error.
+        normalize: whether to divide by the sum of the weights, which changes no decision.
+        confidence: how sure a decision must be, such as 0.95. Needs ``draw``.
+        draw: a function that draws more evidence; ``TextModel.mbr`` brings its own.
+        rounds: the largest number of beams of evidence for a source, with ``confidence``.
+        device: where to compare n-grams; by default where the evidence is.
+
+    Raises:
+        ValueError: if a source has no candidates or no evidence, if evidence has no weights, or if
+            a utility is not finite, naming the source.
+
+    Warns:
+        WeightWarning: as ``estimate``.
+    """
+    chosen = as_utility(utility)
+    given = candidates if evidence is None else evidence
+    where = torch.device(device or _device_of(given))
+    texts = candidate_texts(candidates, decode)
+    found = evidence_of(given, decode, weights, normalize, len(texts))
+    values = _values(chosen, texts, found, where)
+    alive = torch.tensor(
+        [[i < len(own) for i in range(values.shape[-1])] for own in texts], device="cpu"
+    )
+    first = Standing.of([(found, values)], alive, chosen.bounds)
+    if confidence is None:
+        return Decisions(_decisions(texts, first), chosen.name, found, texts)
+    _check_adaptive(confidence, draw, rounds, found)
+    assert draw is not None
+
+    def scored(sources: list[int], number: int, left: Tensor) -> tuple[Evidence, Tensor]:
+        more = evidence_of(draw(sources, number), decode, None, normalize, len(sources))
+        own = [[c for i, c in enumerate(texts[s]) if a[i]] for s, a in zip(sources, left.tolist())]
+        return more, _spread(_values(chosen, own, more, where), left)
+
+    standings = _settle((found, values), alive, chosen.bounds, confidence, rounds, scored)
+    decisions = [
+        _decisions([texts[s]], standing)[0].renumbered(s) for s, standing in enumerate(standings)
+    ]
+    return Decisions(tuple(decisions), chosen.name, found, texts)
+
+
+class Standing:
+    """How the candidates of some sources compare on all evidence so far.
+
+    Args:
+        utility: the means of the utilities [B, C].
+        lead: the means of the leads of the best candidate over each [B, C].
+        best: [B] the best candidate.
+        alive: [B, C] which candidates are still compared.
+        lower: [B, C] certain lower bounds of the utilities.
+        upper: [B, C] certain upper bounds of the utilities.
+        lead_lower: [B, C] certain lower bounds of the leads.
+        captured: [B] the probability of the evidence of the first round.
+        rounds: the number of rounds.
+    """
+
+    def __init__(
+        self,
+        utility: Means,
+        lead: Means,
+        best: Tensor,
+        alive: Tensor,
+        lower: Tensor,
+        upper: Tensor,
+        lead_lower: Tensor,
+        captured: Tensor,
+        rounds: int,
+    ) -> None:
+        self.utility, self.lead, self.best, self.alive = utility, lead, best, alive
+        self.lower, self.upper, self.lead_lower = lower, upper, lead_lower
+        self.captured, self.rounds = captured, rounds
+
+    @staticmethod
+    def of(
+        evidence: Sequence[tuple[Evidence, Tensor]],
+        alive: Tensor,
+        bounds: tuple[float, float] | None,
+    ) -> Standing:
+        """Return how candidates compare on independent evidence with utilities [B, K, C]."""
+        utility = _pooled([own.means(values) for own, values in evidence])
+        best = torch.where(alive, utility.value, -math.inf).argmax(-1)
+        leads = [
+            (own, values.gather(2, best[:, None, None].expand(*values.shape[:2], 1)) - values)
+            for own, values in evidence
+        ]
+        lead = _pooled([own.means(values) for own, values in leads])
+        low, high = bounds or (-math.inf, math.inf)
+        ends = [own.bounds(values, low, high) for own, values in evidence]
+        # A lead lies between the difference of the bounds and its opposite.
+        span = high - low
+        least = [own.bounds(values, -span, span)[0] for own, values in leads]
+        return Standing(
+            utility,
+            lead,
+            best,
+            alive,
+            torch.stack([end[0] for end in ends]).amax(0),
+            torch.stack([end[1] for end in ends]).amin(0),
+            torch.stack(least).amax(0),
+            evidence[0][0].captured,
+            len(evidence),
+        )
+
+    def trailing(self, level: float) -> Tensor:
+        """Return [B, C] which candidates the best one leads clearly, at a one-sided level."""
+        clear = self.lead.value - self.lead.half_width(level) > 0
+        own = torch.zeros_like(self.alive).scatter_(1, self.best[:, None], True)
+        return (clear | (self.lead_lower > 0)) & self.alive & ~own
+
+    def some(self, places: list[int]) -> Standing:
+        """Return the standing of some of the sources."""
+
+        def of(means: Means) -> Means:
+            return Means(means.value[places], means.variance[places], means.freedom[places])
+
+        return Standing(
+            of(self.utility),
+            of(self.lead),
+            self.best[places],
+            self.alive[places],
+            self.lower[places],
+            self.upper[places],
+            self.lead_lower[places],
+            self.captured[places],
+            self.rounds,
+        )
+
+
+def _pooled(means: Sequence[Means]) -> Means:
+    """Return the mean of independent means, with degrees of freedom after Welch–Satterthwaite."""
+    if len(means) == 1:
+        return means[0]
+    variance = torch.stack([m.variance for m in means])
+    freedom = torch.stack([m.freedom.to(variance) for m in means])
+    # Of several functions, the one with the fewest degrees of freedom counts for all.
+    parts = (variance.square() / freedom[..., None]).sum(0)
+    pooled = variance.sum(0).square() / parts
+    least = torch.where(pooled.isfinite(), pooled, math.inf).amin(-1).clamp(min=1)
+    value = torch.stack([m.value for m in means]).mean(0)
+    return Means(value, variance.sum(0) / len(means) ** 2, least)
+
+
+Scored = Callable[[list[int], int, Tensor], tuple[Evidence, Tensor]]
+"""Draws evidence for the sources, in the round of a number, and scores the candidates that are left
+[B, C]; returns the evidence and the utilities [B, K, C]."""
+
+
+def _settle(
+    first: tuple[Evidence, Tensor],
+    alive: Tensor,
+    bounds: tuple[float, float] | None,
+    confidence: float,
+    rounds: int,
+    scored: Scored,
+) -> list[Standing]:
+    """Return the standing of each source when its decision is clear, or its rounds are used up."""
+    rivals = (alive.sum(-1, keepdim=True) - 1).clamp(min=1)
+    level = 1 - (1 - confidence) / (rounds * float(rivals.max()))
+    active, evidence = list(range(len(alive))), [first]
+    settled: dict[int, Standing] = {}
+    while True:
+        standing = Standing.of(evidence, alive, bounds)
+        left = alive & ~standing.trailing(level)
+        clear = left.sum(-1) <= 1
+        last = len(evidence) == rounds
+        for i, source in enumerate(active):
+            if last or bool(clear[i]):
+                settled[source] = standing.some([i])
+        places = [] if last else (~clear).nonzero()[:, 0].tolist()
+        if not places:
+            return [settled[source] for source in sorted(settled)]
+        active, alive = [active[i] for i in places], left[places]
+        evidence = [
+            (own.some(places), values[places])
+            for own, values in evidence
+            if isinstance(own, BeamEvidence)
+        ]
+        evidence.append(scored(active, len(evidence), alive))
+
+
+def _values(
+    utility: Utility, candidates: list[list[str]], evidence: Evidence, device: torch.device
+) -> Tensor:
+    """Return [B, K, C] the utilities of all candidates for all of the evidence."""
+    tables = utility.tables(candidates, evidence.texts, device)
+    height, width = max(map(len, candidates)), max(map(len, evidence.texts))
+    whole = torch.zeros((len(tables), height, width), dtype=torch.float64, device="cpu")
+    for source, table in enumerate(tables):
+        own = candidates[source], evidence.texts[source]
+        if table.shape != (len(own[0]), len(own[1])):
+            raise ValueError(
+                f"the utility {utility.name} returned the shape {list(table.shape)} for source "
+                f"{source}; it must be [candidates, evidence] = {[len(x) for x in own]}"
+            )
+        check_utilities(table, utility, source, own)
+        whole[source, : len(own[0]), : len(own[1])] = table
+    return evidence.columns(whole)
+
+
+def _spread(values: Tensor, alive: Tensor) -> Tensor:
+    """Return [B, K, C] utilities of the candidates that are left in their places, else zero."""
+    out = values.new_zeros((*values.shape[:2], alive.shape[1]))
+    place = alive.cumsum(-1).sub(1).clamp(min=0)[:, None, :].expand_as(out)
+    return torch.where(alive[:, None, :], values.gather(2, place), 0.0)
+
+
+def _device_of(given: Any) -> torch.device:
+    first = given[0] if isinstance(given, list | tuple) and given else given
+    return first.sequences.device if isinstance(first, Beams) else torch.device("cpu")
+
+
+def _check_adaptive(
+    confidence: float, draw: DrawMore | None, rounds: int, evidence: Evidence
+) -> None:
+    """Raise a ValueError if evidence cannot be drawn round by round."""
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence is {confidence}; it must be between 0 and 1")
+    if draw is None or not isinstance(evidence, BeamEvidence):
+        raise ValueError(
+            "confidence needs evidence that can be drawn again: Beams with weights, and draw, a "
+            "function that draws more of them; or use TextModel.mbr"
+        )
+    if rounds < 1:
+        raise ValueError(f"rounds is {rounds}; it must be at least 1")
+
+
+def _decisions(texts: list[list[str]], standing: Standing) -> tuple[Decision, ...]:
+    """Return the decisions of all sources, the candidates of each by expected utility."""
+    utility, lead = standing.utility, standing.lead
+    errors = (means.variance.sqrt().tolist() for means in (utility, lead))
+    of_utility, of_lead = errors
+    value, ahead = utility.value.tolist(), lead.value.tolist()
+    low, high, least = (
+        x.tolist() for x in (standing.lower, standing.upper, standing.lead_lower)
+    )
+    captured, alive = standing.captured.tolist(), standing.alive.tolist()
+    found = []
+    for b, own in enumerate(texts):
+        best = int(standing.best[b])
+        rows = [
+            Candidate(
+                text=text,
+                utility=value[b][i],
+                standard_error=_known(of_utility[b][i]),
+                lower=low[b][i],
+                upper=high[b][i],
+                behind=0.0 if i == best else ahead[b][i],
+                behind_error=0.0 if i == best else _known(of_lead[b][i]),
+                certainly_behind=i != best and least[b][i] > 0,
+                compared=alive[b][i],
+            )
+            for i, text in enumerate(own)
+        ]
+        rows.sort(key=lambda row: (not row.compared, row.behind))
+        rest = _known(captured[b])
+        found.append(Decision(b, tuple(rows), rest, standing.rounds))
+    return tuple(found)
+
+
+def _known(value: float) -> float | None:
+    return None if math.isnan(value) else value
