@@ -20,6 +20,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from cpsbs.backends import backend_for
+from cpsbs.decisions.decision import Decisions
+from cpsbs.decisions.mbr import DEFAULT_ROUNDS
+from cpsbs.decisions.plan import DEFAULT_CANDIDATES, DEFAULT_SIZE, DEFAULT_TEMPERATURE, Plan
 from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
 from cpsbs.estimation.inclusion import Models
 from cpsbs.loading import EMBEDDED as EMBEDDED
@@ -257,6 +260,52 @@ class TextModel:
         model = self._checked_model(texts, length)
         chosen, of_rounds = round_streams(model, seed, streams)
         return draw_until(model, settings, mass, most, chosen, of_rounds, progress)
+
+    def mbr(
+        self,
+        texts: Sequence[Prompt],
+        utility: Any = "chrf",
+        *,
+        candidates: str = DEFAULT_CANDIDATES,
+        k: int = DEFAULT_SIZE,
+        design: str = DEFAULT_DESIGN,
+        temperature: float = DEFAULT_TEMPERATURE,
+        nucleus: float | None = None,
+        max_length: int | None = None,
+        seed: int | None = None,
+        confidence: float | None = None,
+        rounds: int = DEFAULT_ROUNDS,
+    ) -> Decisions:
+        """Choose for every text the candidate with the largest expected utility; see ``cpsbs.mbr``.
+
+        Args:
+            texts: as for ``beams``.
+            utility: as for ``cpsbs.mbr``.
+            candidates: a sum of parts: ``beam:16`` are the 16 sequences of beam search,
+                ``stratified:16`` 16 that are drawn by a design, ``evidence`` those of the evidence.
+            k: the number of sequences of the evidence.
+            design: the design of the evidence.
+            temperature: the temperature of the evidence.
+            nucleus: the nucleus truncation of the evidence.
+            max_length: as for ``beams``.
+            seed: as for ``beams``.
+            confidence: how sure a decision must be; unclear ones get more evidence.
+            rounds: the largest number of rounds of evidence, with ``confidence``.
+        """
+        plan = Plan.parse(candidates, k, design=design, confidence=confidence, rounds=rounds)
+        length = self.usual_length if max_length is None else max_length
+        settings = plan.evidence_settings(length, temperature, nucleus)
+        chosen, numbers = fresh_seed(None) if seed is None else seed, list(range(len(texts)))
+
+        def draw(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
+            batch = [texts[i] for i in numbers]
+            return next(self.draw([batch], settings, seed=chosen + seed_offset, streams=[numbers]))
+
+        drawn = [
+            draw(numbers, settings if part is None else part.settings(settings), offset)
+            for offset, part in plan.searches
+        ]
+        return plan.decide(drawn, numbers, draw, settings, utility, self.decode)
 
     def sequence_model(self, texts: Sequence[Prompt]) -> TransformersModel:
         """Return the model with these texts as its sources."""
