@@ -23,7 +23,7 @@ from cpsbs.search.settings import SearchSettings
 BEAM, EVIDENCE = "beam", "evidence"
 """The names of candidates that are not those of a design."""
 
-DEFAULT_CANDIDATES = "beam:16+evidence"
+DEFAULT_CANDIDATES = "beam:8+evidence"
 DEFAULT_SIZE = 32
 """The default for the number of sequences of the evidence."""
 DEFAULT_TEMPERATURE = 0.7
