@@ -20,6 +20,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +59,7 @@ def rows() -> dict[str, Row]:
     found = {BASELINE: Row(lambda n: "")}
     for t in (0.3, 0.5, 0.7, 1.0):
         found[f"independent {t}"] = Row(lambda n: "evidence", design="independent", temperature=t)
-    found["independent ε 0.02"] = Row(
-        lambda n: "evidence", design="independent", epsilon=EPSILON
-    )
+    found["independent ε 0.02"] = Row(lambda n: "evidence", design="independent", epsilon=EPSILON)
     for t in (0.5, 0.7):
         found[f"arithmetic {t}"] = Row(lambda n: "evidence", design="arithmetic", temperature=t)
         found[f"SBS {t}"] = Row(lambda n: "evidence", design="gumbel-top-k", temperature=t)
@@ -108,9 +107,7 @@ class Translator:
         """Draw a beam for each of the sentences."""
         texts = [self.sources[i] for i in numbers]
         if not epsilon:
-            return next(
-                self.model.draw([texts], settings, seed=1 + seed_offset, streams=[numbers])
-            )
+            return next(self.model.draw([texts], settings, seed=1 + seed_offset, streams=[numbers]))
         from transformers import EpsilonLogitsWarper
 
         inputs = self.model.tokenizer(texts, return_tensors="pt", padding=True)
@@ -157,9 +154,7 @@ def decided(translator: Translator, row: Row, size: int) -> Iterator[tuple[int, 
             )
             for offset, part in plan.searches
         ]
-        found = plan.decide(
-            drawn, numbers, translator.draw, settings, "chrf", translator.decode
-        )
+        found = plan.decide(drawn, numbers, translator.draw, settings, "chrf", translator.decode)
         drawn_before = sum(part.size for part in plan.parts)
         for i, own in zip(numbers, found, strict=True):
             yield i, own.text, drawn_before + plan.k * own.rounds
@@ -196,23 +191,26 @@ def decide(arguments: argparse.Namespace) -> None:
                 torch.cuda.empty_cache()
 
 
+@cache
+def metric(name: str) -> Any:
+    """Return sacrebleu's corpus metric of a name."""
+    from sacrebleu import metrics
+
+    return getattr(metrics, name.upper())()
+
+
 def statistics(texts: list[str], references: list[str]) -> dict[str, torch.Tensor]:
     """The counts that sacrebleu's corpus scores of any subset of sentences rest on."""
-    from sacrebleu.metrics import BLEU, CHRF
-
     found = {}
-    for name, metric in (("chrF", CHRF()), ("BLEU", BLEU())):
-        counts = metric._extract_corpus_statistics(texts, [references])
+    for name in ("chrF", "BLEU"):
+        counts = metric(name)._extract_corpus_statistics(texts, [references])
         found[name] = torch.tensor(counts, dtype=torch.float64)
     return found
 
 
 def corpus_score(name: str, counts: torch.Tensor) -> float:
     """Return sacrebleu's score of sums of counts."""
-    from sacrebleu.metrics import BLEU, CHRF
-
-    metric = CHRF() if name == "chrF" else BLEU()
-    return float(metric._compute_score_from_stats([int(c) for c in counts.tolist()]).score)
+    return float(metric(name)._compute_score_from_stats([int(c) for c in counts.tolist()]).score)
 
 
 def score(arguments: argparse.Namespace) -> None:
@@ -272,7 +270,10 @@ def tables(results: dict[str, Any], name: str) -> dict[str, list[dict[str, objec
             intervals.append(
                 {
                     "sequences": size,
-                    **{f"{m} − beam search": _interval(row[f"{m} − beam"]) for m in ("chrF", "BLEU")},
+                    **{
+                        f"{m} − beam search": _interval(row[f"{m} − beam"])
+                        for m in ("chrF", "BLEU")
+                    },
                 }
             )
     return {f"mbr_{name}": lines, f"mbr_{name}_gain": intervals}

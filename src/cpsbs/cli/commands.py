@@ -26,6 +26,7 @@ from cpsbs.cli.draws import (
 )
 from cpsbs.cli.estimate import estimate_command
 from cpsbs.cli.inputs import check_utf8, read_prompts, read_references, read_texts, refuse_texts
+from cpsbs.cli.mbr import mbr_command
 from cpsbs.cli.options import (
     DRAW,
     INPUT,
@@ -168,6 +169,7 @@ def sample(
 
 app.command("estimate", epilog=EPILOG)(estimate_command)
 app.command("answers", epilog=EPILOG)(answers_command)
+app.command("mbr", epilog=EPILOG)(mbr_command)
 
 
 @app.command(epilog=EPILOG)

@@ -166,7 +166,7 @@ def estimate_command(
         settings |= {"runs": runs, "repeats": repeats, "plain": plain, "chat": chat}
         collected: list[Record] = []
 
-        def print_mean() -> None:
+        def print_mean(_: list[int]) -> None:
             entries = collected if output is None else read_wide(output)
             record = Estimate.from_dicts(entries).mean().to_dicts()[0]
             printer(json_lines, lambda shown: visible(shown["line"]))(record)

@@ -3,7 +3,8 @@
 The ending of the name decides: ``.parquet`` is a Parquet file, ``.csv`` a CSV file, and anything
 else JSON lines. A *wide* file has one row for each text; a *long* one, with ``--format long``, has
 one for each sequence, with the columns of ``Beams.to_pandas``. Every row tells the job that wrote
-it, so that the same command recognises its own complete file.
+it, so that the same command recognises its own complete file. A command may also write one field
+alone, as plain text, to a file that ends in ``.txt``.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from cpsbs.cli.stored import bounded_lines, number_in, parsed, to_line
+from cpsbs.cli.stored import LONGEST, bounded_lines, number_in, parsed, to_line
 from cpsbs.extras import required
 from cpsbs.search.export import COLUMNS, sequence_rows
 
 GROUP = 2**24
 """The approximate number of bytes of JSON that become one row group of a Parquet file."""
+
+BREAKS = re.compile("\r\n|[\n\r\x0b\x0c\x1c-\x1e\x85\u2028\u2029]")
+"""Matches all that any program may take for the end of a line."""
 
 Lines = Callable[[], Iterator[bytes]]
 """Returns the results as lines of JSON, one for each text, in their order; may be called again."""
@@ -40,9 +45,11 @@ class Format(Protocol):
         ...
 
 
-def file_format(file: Path, long: bool) -> Format:
-    """Return the format of a file, by its name's ending."""
+def file_format(file: Path, long: bool, plain: Format | None = None) -> Format:
+    """Return the format of a file, by its name's ending; ``plain`` is that of text, if any."""
     ending = file.suffix.lower()
+    if ending == ".txt" and plain is not None:
+        return plain
     if ending == ".parquet":
         required("pyarrow", "parquet")
         return LongParquet() if long else WideParquet()
@@ -100,6 +107,52 @@ class WideLines:
                 raise ValueError(f"line {count} is not the result of text {numbers[count - 1] + 1}")
         if count < len(numbers):
             raise ValueError(f"it ends after {count} of {len(numbers)} results")
+
+
+class PlainTexts:
+    """Text, with one field of each record on the line that has its number, and nothing else.
+
+    Nothing in the file tells which job wrote it, so that only the number of lines can be checked.
+
+    Args:
+        field: the field.
+        count: the number of lines. A line that has no record, since it was skipped, is empty.
+    """
+
+    def __init__(self, field: str, count: int) -> None:
+        self._field, self._count = field, count
+
+    def write(self, out: IO[bytes], lines: Lines) -> None:
+        """Write the fields, each on one line."""
+        place = 0
+        for record in map(parsed, lines()):
+            out.write(b"\n" * (record["number"] - place))
+            text = one_line(record[self._field])
+            out.write(text.encode(errors="backslashreplace") + b"\n")
+            place = record["number"] + 1
+        out.write(b"\n" * (self._count - place))
+
+    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+        """Check that there are as many lines as there should be, all of them text."""
+        count = 0
+        for count, line in enumerate(bounded_lines(stored), 1):
+            if len(line) > LONGEST or not line.endswith(b"\n"):
+                raise ValueError(f"line {count} is cut short, or too long")
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                raise ValueError(f"line {count} is not UTF-8") from error
+        if count != self._count:
+            raise ValueError(f"it has {count} lines instead of {self._count}")
+
+    def read(self, file: Path) -> list[str]:
+        """Return the lines of a complete file."""
+        return file.read_bytes().decode().split("\n")[: self._count]
+
+
+def one_line(text: str) -> str:
+    """Return the text with a space instead of each line break."""
+    return BREAKS.sub(" ", text)
 
 
 class WideParquet:

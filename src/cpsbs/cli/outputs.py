@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from cpsbs.cli.formats import file_format
+from cpsbs.cli.formats import Format, file_format
 from cpsbs.cli.stored import (
     LONGEST,
     bounded_lines,
@@ -96,14 +96,22 @@ class ResumableFile:
         job: everything that the results depend on. A file of another job is left alone.
         numbers: the numbers of all records that the file will have.
         long: whether the file has a row for each sequence, instead of one for each text.
+        plain: the format of a file that ends in ``.txt``, if it is not JSON lines.
 
     Attributes:
         complete: whether the file already exists with all results of this job.
     """
 
-    def __init__(self, file: Path, job: Record, numbers: Sequence[int], long: bool = False) -> None:
+    def __init__(
+        self,
+        file: Path,
+        job: Record,
+        numbers: Sequence[int],
+        long: bool = False,
+        plain: Format | None = None,
+    ) -> None:
         _check_name(file)
-        self._format = file_format(file, long)
+        self._format = file_format(file, long, plain)
         self.file, self.partial = file, file.with_name(file.name + ".partial")
         self.complete = False
         self._job: Record = json.loads(json.dumps(job))

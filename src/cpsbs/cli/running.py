@@ -19,7 +19,7 @@ from rich.console import Console
 from cpsbs import __version__
 from cpsbs.cli.batches import ComputeBatches, Note, process_batches, refill_size
 from cpsbs.cli.draws import Draw
-from cpsbs.cli.formats import long_rows
+from cpsbs.cli.formats import Format, long_rows
 from cpsbs.cli.inputs import refuse_texts
 from cpsbs.cli.outputs import OrderedOutput, Record, ResumableFile, Sink
 from cpsbs.cli.stored import to_line
@@ -120,10 +120,13 @@ class Job:
     """What the texts stand for, if it is not the texts themselves."""
     long: bool = False
     """Whether a file has a row for each sequence, instead of one for each text."""
+    plain: Format | None = None
+    """The format of a file that ends in ``.txt``, if it is not JSON lines."""
     note: Note | None = None
     """What to show beside the progress of a batch, if it takes long."""
-    then: Callable[[], None] | None = None
-    """Called when all results are there, before skipped lines are reported."""
+    then: Callable[[list[int]], None] | None = None
+    """Called with the numbers of the texts that were not skipped, when all results are there and
+    before skipped lines are reported."""
 
     def identity(self) -> Record:
         """Return everything that the results depend on, to the last digit on one machine."""
@@ -156,7 +159,8 @@ class Job:
             with closing(OrderedOutput(self.show, numbers)) as ordered:
                 self._process(ordered, numbers)
         else:
-            with closing(ResumableFile(self.output, self.identity(), numbers, self.long)) as sink:
+            stored = ResumableFile(self.output, self.identity(), numbers, self.long, self.plain)
+            with closing(stored) as sink:
                 if sink.complete:
                     messages.print(visible(f"{self.output} is already complete."))
                 else:
@@ -166,7 +170,7 @@ class Job:
                     self._process(sink, numbers)
                     messages.print(visible(f"Wrote {len(numbers):,} results to {self.output}."))
         if self.then is not None:
-            self.then()
+            self.then(numbers)
         if unusable:
             number, reason = next(iter(unusable.items()))
             raise LinesSkippedError(

@@ -87,6 +87,7 @@ def mbr(
         WeightWarning: as ``estimate``.
     """
     chosen = as_utility(utility)
+    check_adaptive(confidence, rounds)
     given = candidates if evidence is None else evidence
     where = torch.device(device or _device_of(given))
     texts = candidate_texts(candidates, decode)
@@ -98,12 +99,18 @@ def mbr(
     first = Standing.of([(found, values)], alive, chosen.bounds)
     if confidence is None:
         return Decisions(_decisions(texts, first), chosen.name, found, texts)
-    _check_adaptive(confidence, draw, rounds, found)
-    assert draw is not None
+    if draw is None or not isinstance(found, BeamEvidence):
+        raise ValueError(
+            "confidence needs evidence that can be drawn again: Beams with weights, and draw, a "
+            "function that draws more of them; or use TextModel.mbr"
+        )
 
     def scored(sources: list[int], number: int, left: Tensor) -> tuple[Evidence, Tensor]:
         more = evidence_of(draw(sources, number), decode, None, normalize, len(sources))
-        own = [[c for i, c in enumerate(texts[s]) if a[i]] for s, a in zip(sources, left.tolist())]
+        own = [
+            [c for i, c in enumerate(texts[s]) if a[i]]
+            for s, a in zip(sources, left.tolist(), strict=True)
+        ]
         return more, _spread(_values(chosen, own, more, where), left)
 
     standings = _settle((found, values), alive, chosen.bounds, confidence, rounds, scored)
@@ -168,16 +175,23 @@ class Standing:
             lead,
             best,
             alive,
-            torch.stack([end[0] for end in ends]).amax(0),
-            torch.stack([end[1] for end in ends]).amin(0),
-            torch.stack(least).amax(0),
+            _tightest([end[0] for end in ends], 1),
+            _tightest([end[1] for end in ends], -1),
+            _tightest(least, 1),
             evidence[0][0].captured,
             len(evidence),
         )
 
-    def trailing(self, level: float) -> Tensor:
-        """Return [B, C] which candidates the best one leads clearly, at a one-sided level."""
-        clear = self.lead.value - self.lead.half_width(level) > 0
+    def trailing(self, risk: Tensor) -> Tensor:
+        """Return [B, C] which candidates the best one leads clearly.
+
+        Args:
+            risk: [B] the chance that a lead may be called clear although there is none.
+        """
+        clear = torch.zeros_like(self.alive)
+        for one in set(risk.tolist()):
+            lead = self.lead.value - self.lead.half_width(1 - one) > 0
+            clear = torch.where((risk == one)[:, None], lead, clear)
         own = torch.zeros_like(self.alive).scatter_(1, self.best[:, None], True)
         return (clear | (self.lead_lower > 0)) & self.alive & ~own
 
@@ -201,17 +215,27 @@ class Standing:
 
 
 def _pooled(means: Sequence[Means]) -> Means:
-    """Return the mean of independent means, with degrees of freedom after Welch–Satterthwaite."""
+    """Return the mean of independent means, with degrees of freedom after Welch–Satterthwaite.
+
+    A candidate that has been dropped is NaN from then on: its mean is that of the rounds before.
+    """
     if len(means) == 1:
         return means[0]
-    variance = torch.stack([m.variance for m in means])
-    freedom = torch.stack([m.freedom.to(variance) for m in means])
+    value = torch.stack([m.value for m in means])
+    scored = ~value.isnan()
+    variance = torch.where(scored, torch.stack([m.variance for m in means]), 0.0)
+    freedom = torch.stack([m.freedom.to(variance) for m in means])[..., None]
+    total, count = variance.sum(0), scored.sum(0)
+    own = total.square() / (variance.square() / freedom).sum(0)
     # Of several functions, the one with the fewest degrees of freedom counts for all.
-    parts = (variance.square() / freedom[..., None]).sum(0)
-    pooled = variance.sum(0).square() / parts
-    least = torch.where(pooled.isfinite(), pooled, math.inf).amin(-1).clamp(min=1)
-    value = torch.stack([m.value for m in means]).mean(0)
-    return Means(value, variance.sum(0) / len(means) ** 2, least)
+    least = torch.where(own.isfinite(), own, math.inf).amin(-1).clamp(min=1)
+    return Means(value.nanmean(0), total / count.square(), least)
+
+
+def _tightest(ends: Sequence[Tensor], sign: int) -> Tensor:
+    """Return the largest of several lower bounds, or with sign −1 the smallest of upper ones."""
+    known = torch.stack([sign * end for end in ends]).nan_to_num(-math.inf, math.inf, -math.inf)
+    return sign * known.amax(0)
 
 
 Scored = Callable[[list[int], int, Tensor], tuple[Evidence, Tensor]]
@@ -228,13 +252,12 @@ def _settle(
     scored: Scored,
 ) -> list[Standing]:
     """Return the standing of each source when its decision is clear, or its rounds are used up."""
-    rivals = (alive.sum(-1, keepdim=True) - 1).clamp(min=1)
-    level = 1 - (1 - confidence) / (rounds * float(rivals.max()))
+    risk = (1 - confidence) / (rounds * (alive.sum(-1) - 1).clamp(min=1).double())
     active, evidence = list(range(len(alive))), [first]
     settled: dict[int, Standing] = {}
     while True:
         standing = Standing.of(evidence, alive, bounds)
-        left = alive & ~standing.trailing(level)
+        left = alive & ~standing.trailing(risk)
         clear = left.sum(-1) <= 1
         last = len(evidence) == rounds
         for i, source in enumerate(active):
@@ -243,7 +266,7 @@ def _settle(
         places = [] if last else (~clear).nonzero()[:, 0].tolist()
         if not places:
             return [settled[source] for source in sorted(settled)]
-        active, alive = [active[i] for i in places], left[places]
+        active, alive, risk = [active[i] for i in places], left[places], risk[places]
         evidence = [
             (own.some(places), values[places])
             for own, values in evidence
@@ -272,10 +295,10 @@ def _values(
 
 
 def _spread(values: Tensor, alive: Tensor) -> Tensor:
-    """Return [B, K, C] utilities of the candidates that are left in their places, else zero."""
-    out = values.new_zeros((*values.shape[:2], alive.shape[1]))
-    place = alive.cumsum(-1).sub(1).clamp(min=0)[:, None, :].expand_as(out)
-    return torch.where(alive[:, None, :], values.gather(2, place), 0.0)
+    """Return [B, K, C] utilities of the candidates that are left in their places, else NaN."""
+    shape = (*values.shape[:2], alive.shape[1])
+    place = alive.cumsum(-1).sub(1).clamp(min=0)[:, None, :].expand(shape)
+    return torch.where(alive[:, None, :], values.gather(2, place), math.nan)
 
 
 def _device_of(given: Any) -> torch.device:
@@ -283,17 +306,10 @@ def _device_of(given: Any) -> torch.device:
     return first.sequences.device if isinstance(first, Beams) else torch.device("cpu")
 
 
-def _check_adaptive(
-    confidence: float, draw: DrawMore | None, rounds: int, evidence: Evidence
-) -> None:
-    """Raise a ValueError if evidence cannot be drawn round by round."""
-    if not 0 < confidence < 1:
+def check_adaptive(confidence: float | None, rounds: int) -> None:
+    """Raise a ValueError if evidence cannot be drawn so often, or decisions cannot be so sure."""
+    if confidence is not None and not 0 < confidence < 1:
         raise ValueError(f"confidence is {confidence}; it must be between 0 and 1")
-    if draw is None or not isinstance(evidence, BeamEvidence):
-        raise ValueError(
-            "confidence needs evidence that can be drawn again: Beams with weights, and draw, a "
-            "function that draws more of them; or use TextModel.mbr"
-        )
     if rounds < 1:
         raise ValueError(f"rounds is {rounds}; it must be at least 1")
 
@@ -304,9 +320,7 @@ def _decisions(texts: list[list[str]], standing: Standing) -> tuple[Decision, ..
     errors = (means.variance.sqrt().tolist() for means in (utility, lead))
     of_utility, of_lead = errors
     value, ahead = utility.value.tolist(), lead.value.tolist()
-    low, high, least = (
-        x.tolist() for x in (standing.lower, standing.upper, standing.lead_lower)
-    )
+    low, high, least = (x.tolist() for x in (standing.lower, standing.upper, standing.lead_lower))
     captured, alive = standing.captured.tolist(), standing.alive.tolist()
     found = []
     for b, own in enumerate(texts):

@@ -7,9 +7,9 @@ Here each text is counted once, for all orders n together:
 1. All suffixes of all texts of a source are sorted by their first n symbols, for the largest n. In
    that order the n-grams of *every* order stand in runs, so that a run number is an n-gram's index.
 2. Scattering ones into a table [texts, n-grams] counts them.
-3. With counts a and b, min(a, b) = [a ≥ 1][b ≥ 1] + min((a − 1)⁺, (b − 1)⁺). Summed over n-grams, the
-   first term is a product of matrices. The second concerns few n-grams, those that some text has
-   twice, and is a distance: Σ min(a, b) = (Σ a + Σ b − Σ |a − b|) / 2.
+3. With counts a and b, min(a, b) = [a ≥ 1][b ≥ 1] + min((a − 1)⁺, (b − 1)⁺). Summed over n-grams,
+   the first term is a product of matrices. The second concerns few n-grams, those that some text
+   has twice, and is a distance: Σ min(a, b) = (Σ a + Σ b − Σ |a − b|) / 2.
 
 Everything is exact: the counts are integers, far below 2²⁴.
 """
@@ -157,9 +157,7 @@ def _shared(
     return out
 
 
-def _sorted_suffixes(
-    codes: Tensor, text: Tensor, largest: int, order: int
-) -> Iterator[Tensor]:
+def _sorted_suffixes(codes: Tensor, text: Tensor, largest: int, order: int) -> Iterator[Tensor]:
     """Yield [S, M] the texts of all suffixes in order, then their first, second, … symbol [S, M].
 
     Symbols after the end of a text are 0.

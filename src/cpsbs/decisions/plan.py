@@ -2,9 +2,9 @@
 
     Plan.parse("beam:16+evidence", k=32)
 
-Candidates are named as a sum: ``beam:16`` are the 16 sequences of beam search, ``stratified:16`` (or
-any other design) 16 that are drawn for this role alone, and ``evidence`` are all sequences of the
-evidence, which cost nothing more.
+Candidates are named as a sum: ``beam:16`` are the 16 sequences of beam search, ``stratified:16``
+(or any other design) 16 that are drawn for this role alone, and ``evidence`` are all sequences of
+the evidence, which cost nothing more.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cpsbs.decisions.decision import Decisions
-from cpsbs.decisions.mbr import DEFAULT_ROUNDS, mbr
+from cpsbs.decisions.mbr import DEFAULT_ROUNDS, check_adaptive, mbr
 from cpsbs.designs import DEFAULT_DESIGN, design_named
 from cpsbs.estimation.arguments import Decode
 from cpsbs.search.beams import Beams
@@ -24,10 +24,12 @@ BEAM, EVIDENCE = "beam", "evidence"
 """The names of candidates that are not those of a design."""
 
 DEFAULT_CANDIDATES = "beam:8+evidence"
+"""The default for the candidates."""
 DEFAULT_SIZE = 32
 """The default for the number of sequences of the evidence."""
 DEFAULT_TEMPERATURE = 0.7
-"""The defaults were chosen on newstest2013; see docs/how-to/mbr.md."""
+"""The default for the temperature of the evidence. All three were chosen on newstest2013; see
+docs/how-to/mbr.md."""
 
 SEED_STEP = 2**32
 """How far the seeds of the draws for one decision are apart: farther than people type."""
@@ -90,6 +92,7 @@ class Plan:
                 design_named(name)  # raises an error that lists the names
             parts.append(Part(name, int(number)))
         plan = Plan(tuple(parts), with_evidence, k, **more)
+        check_adaptive(plan.confidence, plan.rounds)
         if not design_named(plan.design).estimates:
             raise ValueError(
                 f"design is {plan.design!r}, which has no weights; evidence needs a design that "
@@ -99,7 +102,10 @@ class Plan:
 
     @property
     def searches(self) -> list[tuple[int, Part | None]]:
-        """The searches besides adaptive rounds: offsets of the seed, and the part; None: evidence."""
+        """The offset of the seed and the part of each search, None standing for the evidence.
+
+        Further rounds of evidence are not among them.
+        """
         return [(0, None), *((SEED_STEP * (i + 1), part) for i, part in enumerate(self.parts))]
 
     def evidence_settings(

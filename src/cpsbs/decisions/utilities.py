@@ -51,7 +51,8 @@ class _Ngrams:
 
     def tables(self, candidates: Texts, evidence: Texts, device: torch.device) -> list[Tensor]:
         """Return a table [C, E] of the utilities of each source."""
-        distinct = [list(dict.fromkeys([*c, *e])) for c, e in zip(candidates, evidence, strict=True)]
+        pairs = list(zip(candidates, evidence, strict=True))
+        distinct = [list(dict.fromkeys([*own, *others])) for own, others in pairs]
         symbols = self.symbols(distinct)
         places = [{text: i for i, text in enumerate(own)} for own in distinct]
         rows, columns = (_padded(x, places) for x in (candidates, evidence))
@@ -65,8 +66,7 @@ class _Ngrams:
         a = length.gather(1, rows.to(device))[:, None, :, None]
         b = length.gather(1, columns.to(device))[:, None, None, :]
         found = self.score(shared, a, b).cpu()
-        sizes = zip(candidates, evidence, strict=True)
-        return [table[: len(c), : len(e)] for table, (c, e) in zip(found, sizes, strict=True)]
+        return [table[: len(c), : len(e)] for table, (c, e) in zip(found, pairs, strict=True)]
 
     def symbols(self, texts: Texts) -> Symbols:
         """Return the texts as sequences of symbols."""

@@ -269,7 +269,9 @@ class Beams:
     def to(self, device: torch.device | str) -> Beams:
         """Return the beams on another device. The path is not carried over."""
         every = {part.name: getattr(self, part.name) for part in fields(self)}
-        moved = {name: x.to(device) for name, x in every.items() if isinstance(x, Tensor)}
+        moved: dict[str, Any] = {
+            name: x.to(device) for name, x in every.items() if isinstance(x, Tensor)
+        }
         return replace(self, **moved, path=None)
 
     @property

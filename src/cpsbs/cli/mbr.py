@@ -1,0 +1,309 @@
+"""Defines ``cpsbs mbr``: minimum Bayes risk decoding of many texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import tee
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console, Group
+from rich.text import Text
+
+from cpsbs.cli.batches import default_batch_size
+from cpsbs.cli.draws import Draw, check_draw, load_quietly
+from cpsbs.cli.formats import PlainTexts, one_line, read_wide
+from cpsbs.cli.inputs import read_prompts, read_references, read_texts
+from cpsbs.cli.options import (
+    DRAW,
+    MOST,
+    RESULT,
+    BatchSize,
+    Chat,
+    Device,
+    Dtype,
+    File,
+    Gguf,
+    Json,
+    MaxLength,
+    ModelName,
+    Nucleus,
+    ReferenceFile,
+    References,
+    RemoteCode,
+    Seed,
+    Skip,
+    Temperature,
+    Texts,
+)
+from cpsbs.cli.outputs import Record
+from cpsbs.cli.running import Job, print_json, printer, reporting_errors, wants_json
+from cpsbs.cli.tables import new_table
+from cpsbs.cli.terminal import visible
+from cpsbs.decisions.decision import Decisions
+from cpsbs.decisions.mbr import DEFAULT_ROUNDS
+from cpsbs.decisions.plan import (
+    DEFAULT_CANDIDATES,
+    DEFAULT_SIZE,
+    DEFAULT_TEMPERATURE,
+    Plan,
+)
+from cpsbs.decisions.utilities import Utility, as_utility
+from cpsbs.designs import DEFAULT_DESIGN
+from cpsbs.estimation.result import with_error
+from cpsbs.extras import required
+from cpsbs.search.beams import Beams
+from cpsbs.search.settings import SearchSettings
+
+ROWS = 10
+"""The largest number of candidates that a table lists."""
+
+
+def mbr_command(
+    texts: Texts = None,
+    file: File = None,
+    chat: Chat = False,
+    skip: Skip = False,
+    reference: References = None,
+    reference_file: ReferenceFile = None,
+    candidates: Annotated[
+        str,
+        typer.Option(
+            help="What to choose from, as a sum: beam:16 are the 16 sequences of beam search, "
+            "stratified:16 (or another design) 16 that are drawn for this alone, and evidence the "
+            "sequences of the evidence.",
+            rich_help_panel=DRAW,
+        ),
+    ] = DEFAULT_CANDIDATES,
+    utility: Annotated[
+        str,
+        typer.Option(
+            help="How good a candidate is if another text is right: chrf, bleu, exact (1 if they "
+            "are equal) or edit (similarity by edit distance).",
+            rich_help_panel=DRAW,
+        ),
+    ] = "chrf",
+    k: Annotated[
+        int,
+        typer.Option(
+            "-k",
+            min=1,
+            max=MOST,
+            help="Number of sequences to draw per text as evidence, which candidates are compared "
+            "with.",
+            rich_help_panel=DRAW,
+        ),
+    ] = DEFAULT_SIZE,
+    confidence: Annotated[
+        float | None,
+        typer.Option(
+            help="Draw more evidence for texts whose decision is not this sure, such as 0.95.",
+            rich_help_panel=DRAW,
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=MOST,
+            help="With --confidence, draw evidence for a text at most this many times. Default: "
+            f"{DEFAULT_ROUNDS}.",
+            rich_help_panel=DRAW,
+        ),
+    ] = None,
+    design: Annotated[
+        str,
+        typer.Option(
+            help="Sampling design of the evidence; [bold]cpsbs designs[/] lists them.",
+            rich_help_panel=DRAW,
+        ),
+    ] = DEFAULT_DESIGN,
+    temperature: Temperature = DEFAULT_TEMPERATURE,
+    nucleus: Nucleus = None,
+    max_length: MaxLength = None,
+    seed: Seed = 0,
+    model: ModelName = "en-fr",
+    device: Device = None,
+    dtype: Dtype = None,
+    gguf: Gguf = None,
+    trust_remote_code: RemoteCode = False,
+    batch_size: BatchSize = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Write results to this file: only the chosen texts, on the lines of their "
+            "inputs, if it ends in .txt; Parquet if it ends in .parquet; else JSON lines. If the "
+            "command is interrupted, run it again to resume.",
+            rich_help_panel=RESULT,
+        ),
+    ] = None,
+    json_lines: Json = False,
+) -> None:
+    """Choose for each text the candidate that is most like all that the model would say.
+
+    This is minimum Bayes risk decoding. With references, the chosen texts are scored, too.
+
+    cpsbs mbr "The room was too warm."
+
+    cpsbs mbr --file en.txt -k 32 --candidates beam:8+evidence --utility chrf --output fr.txt
+    """
+    with reporting_errors():
+        check_draw(k, temperature, nucleus, max_length, seed)
+        _check_options(confidence, rounds, output)
+        most = rounds or DEFAULT_ROUNDS
+        plan = Plan.parse(candidates, k, design=design, confidence=confidence, rounds=most)
+        chosen = _ready(as_utility(utility))
+        found = read_texts(texts, file)
+        prompts = read_prompts(found, chat)
+        references = read_references(reference, reference_file, len(found))
+        if references is not None:
+            required("sacrebleu", "metrics")
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        settings = plan.evidence_settings(max_length or loaded.usual_length, temperature, nucleus)
+        own: Record = {"candidates": candidates, "utility": chosen.name}
+        own |= {} if confidence is None else {"confidence": confidence, "rounds": most}
+
+        def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
+            return Draw(settings, seed + seed_offset).beams(loaded, prompts, numbers)
+
+        def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
+            every, *copies = tee(batches, 1 + len(plan.searches))
+            searches = [
+                Draw(settings if part is None else part.settings(settings), seed + offset)
+                for offset, part in plan.searches
+            ]
+            beams_each = [
+                draw.beams_each(loaded, prompts, copy)
+                for draw, copy in zip(searches, copies, strict=True)
+            ]
+            for numbers, *drawn in zip(every, *beams_each, strict=True):
+                decisions = plan.decide(drawn, numbers, again, settings, chosen, loaded.decode)
+                told = {**drawn[0].settings, **own}
+                yield [
+                    {"number": i, "text": found[i], **entry, "settings": told}
+                    for i, entry in zip(numbers, _entries(decisions), strict=True)
+                ]
+
+        plain = PlainTexts("chosen", len(found))
+        collected: dict[int, str] = {}
+        show = printer(json_lines, decision_table)
+
+        def collect(record: Record) -> None:
+            collected[record["number"]] = record["chosen"]
+            show(record)
+
+        def score(numbers: list[int]) -> None:
+            if references is None:
+                return
+            texts = collected if output is None else _stored(output, plain)
+            scores = corpus_scores([texts[i] for i in numbers], [references[i] for i in numbers])
+            as_json = wants_json(json_lines)
+            for record in scores:
+                if as_json and output is not None:
+                    print_json(record)
+                else:  # beside results in JSON, which go to standard output
+                    lines = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
+                    lines.print(record["line"])
+
+        largest = max([k, *(part.size for part in plan.parts)])
+        Job(
+            Draw(settings, seed),
+            loaded,
+            found,
+            None,  # on which no decision depends
+            compute,
+            continuous_batching=confidence is None,
+            batch_size=batch_size or default_batch_size(loaded.model.device, largest),
+            skip=skip,
+            output=output,
+            show=collect,
+            settings={"command": "mbr", "chat": chat, **own},
+            prompts=prompts,
+            plain=plain,
+            then=score,
+        ).run()
+
+
+def _check_options(confidence: float | None, rounds: int | None, output: Path | None) -> None:
+    """Refuse options that are wrong or do not go together, before any work is done."""
+    if confidence is not None and not 0 < confidence < 1:
+        raise ValueError(f"--confidence is {confidence}; it must be between 0 and 1")
+    if rounds is not None and confidence is None:
+        raise ValueError(f"--rounds is {rounds}, which needs --confidence; give that too")
+    if output is not None and output.suffix.lower() == ".csv":
+        raise ValueError(
+            f"--output is {output}; decisions are written as JSON lines or Parquet, or the chosen "
+            "texts alone as .txt"
+        )
+
+
+def _ready(utility: Utility) -> Utility:
+    """Return the utility, if all packages that it needs are there."""
+    utility.tables([["a"]], [["a"]], torch.device("cpu"))
+    return utility
+
+
+def _entries(decisions: Decisions) -> list[Record]:
+    """Return a dictionary for each decision, in which every candidate tells whether it is out."""
+    entries = decisions.to_dicts()
+    for decision, entry in zip(decisions, entries, strict=True):
+        for candidate, row in zip(decision.candidates, entry["candidates"], strict=True):
+            row["certainly_behind"] = candidate.certainly_behind
+            row["compared"] = candidate.compared
+    return entries
+
+
+def _stored(output: Path, plain: PlainTexts) -> dict[int, str]:
+    """Return the chosen texts of a complete file, by their numbers."""
+    if output.suffix.lower() == ".txt":
+        return dict(enumerate(plain.read(output)))
+    return {record["number"]: record["chosen"] for record in read_wide(output)}
+
+
+def corpus_scores(texts: Sequence[str], references: Sequence[str]) -> list[Record]:
+    """Return chrF and BLEU of all texts together, with sacrebleu's signatures."""
+    metrics: Any = required("sacrebleu", "metrics").metrics
+    found = []
+    for metric in (metrics.CHRF(), metrics.BLEU()):
+        # As in a file of plain texts, so that the score is the same for all kinds of output.
+        score = metric.corpus_score([one_line(text) for text in texts], [list(references)])
+        signature = str(metric.get_signature())
+        line = score.format(width=2, signature=signature)
+        found.append(
+            {"metric": score.name, "score": score.score, "signature": signature, "line": line}
+        )
+    return found
+
+
+def decision_table(record: Record) -> Group:
+    """Return the best candidates of one text as a table, followed by what is known of all."""
+    name = record["settings"]["utility"]
+    title = Text(visible(record["text"]))
+    table = new_table(f">{name}", ">behind", "certainly", "candidate", title=title)
+    rows = record["candidates"]
+    for rank, row in enumerate(rows[:ROWS]):
+        text = Text(visible(row["text"]), style="bold" if rank == 0 else "")
+        if not row["compared"]:
+            text.append(" (dropped early)", style="dim")
+        behind = "" if rank == 0 else with_error(row["behind"], row["behind_error"])
+        mark = "yes" if row["certainly_behind"] else ""
+        table.add_row(with_error(row["utility"], row["standard_error"]), behind, mark, text)
+    if len(rows) > ROWS:
+        table.add_row("", "", "", Text(f"… and {len(rows) - ROWS} worse ones", style="dim"))
+    return Group(table, Text(_summary(record)))
+
+
+def _summary(record: Record) -> str:
+    """Return a line on the candidates, the evidence, and how sure the decision is."""
+    count, rounds = len(record["candidates"]), record["rounds"]
+    captured = record["captured"]
+    share = "" if captured is None else f", with {100 * captured:.3g}% of the probability"
+    drawn = f"Evidence: {rounds} round{'' if rounds == 1 else 's'}{share}."
+    if count == 1:
+        return f"The only candidate. {drawn}"
+    best = "certainly" if record["certain"] else "not certainly"
+    return f"{count} candidates. {drawn} The first one is {best} the best of them."

@@ -1,0 +1,230 @@
+"""``cpsbs mbr``: the decisions of the library, tables, files that can be resumed, and scores."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from sacrebleu.metrics.bleu import BLEU
+from sacrebleu.metrics.chrf import CHRF
+
+import cpsbs
+from cpsbs.cli import running
+from cpsbs.cli.formats import PlainTexts, one_line
+from cpsbs.cli.mbr import decision_table
+from cpsbs.cli.outputs import Record, ResumableFile
+from cpsbs.cli.stored import to_line
+from cpsbs.text import demonstration
+from tests.cli.test_commands import records, run
+
+PAIRS = demonstration()[:3]
+TEXTS, REFERENCES = [text for text, _ in PAIRS], [reference for _, reference in PAIRS]
+FEW = ("-k", "4", "--candidates", "beam:2+evidence", "--max-length", "24")
+
+
+@pytest.fixture(scope="module")
+def decided() -> list[dict[str, Any]]:
+    """What the command says of all texts at once."""
+    result = run("mbr", *TEXTS, *FEW, "--seed", "3")
+    assert result.exit_code == 0, result.output
+    return records(result.stdout)
+
+
+def test_records_are_those_of_the_library(decided: list[dict[str, Any]]) -> None:
+    expected = (
+        cpsbs.load("en-fr")
+        .mbr(TEXTS, candidates="beam:2+evidence", k=4, max_length=24, seed=3)
+        .to_dicts()
+    )
+    assert [record["text"] for record in decided] == TEXTS
+    for record, entry in zip(decided, expected, strict=True):
+        assert record["chosen"] == entry["chosen"]
+        assert record["utility"] == pytest.approx(entry["utility"])
+        assert record["lead_error"] == pytest.approx(entry["lead_error"])
+        assert [c["text"] for c in record["candidates"]] == [c["text"] for c in entry["candidates"]]
+        assert record["settings"]["candidates"] == "beam:2+evidence"
+
+
+def test_decisions_do_not_depend_on_the_batch(decided: list[dict[str, Any]]) -> None:
+    alone = records(run("mbr", *TEXTS, *FEW, "--seed", "3", "--batch-size", "1").stdout)
+    for one, other in zip(alone, decided, strict=True):
+        assert (one["number"], one["chosen"]) == (other["number"], other["chosen"])
+        assert one["utility"] == pytest.approx(other["utility"], abs=1e-4)
+
+
+def shown(record: dict[str, Any]) -> str:
+    console = Console(width=100, record=True, force_terminal=False)
+    console.print(decision_table(record))
+    return " ".join(console.export_text().split())
+
+
+def test_the_table_has_the_chosen_text_first(decided: list[dict[str, Any]]) -> None:
+    for record in decided:
+        table = shown(record)
+        first, *others = record["candidates"]
+        assert table.startswith(record["text"])
+        assert "±" in table
+        places = [table.index(c["text"]) for c in (first, *others[:1])]
+        assert places == sorted(places)
+        assert f"{len(record['candidates'])} candidates" in table
+        assert ("is certainly the best" in table) == record["certain"]
+    only = decided[0] | {"candidates": decided[0]["candidates"][:1], "captured": None}
+    assert "The only candidate. Evidence: 1 round." in shown(only)
+    many = decided[0] | {"candidates": decided[0]["candidates"][:1] * 12}
+    assert "… and 2 worse ones" in shown(many)
+
+
+def test_a_terminal_shows_tables_and_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "wants_json", lambda _: False)
+    monkeypatch.setattr("cpsbs.cli.mbr.wants_json", lambda _: False)
+    result = run("mbr", TEXTS[0], *FEW, "-r", REFERENCES[0])
+    assert result.exit_code == 0, result.output
+    assert "candidates. Evidence: 1 round" in " ".join(result.stdout.split())
+    assert "chrF2|nrefs:1" in result.stdout
+
+
+def score_lines(texts: list[str], references: list[str]) -> list[str]:
+    """What sacrebleu says, as it says it."""
+    metrics: list[Any] = [CHRF(), BLEU()]
+    return [
+        m.corpus_score(texts, [references]).format(width=2, signature=str(m.get_signature()))
+        for m in metrics
+    ]
+
+
+def test_scores_are_those_of_sacrebleu(tmp_path: Path, decided: list[dict[str, Any]]) -> None:
+    given = [part for reference in REFERENCES for part in ("-r", reference)]
+    expected = score_lines([record["chosen"] for record in decided], REFERENCES)
+    arguments = ("mbr", *TEXTS, *FEW, "--seed", "3")
+    printed = run(*arguments, *given)
+    assert len(records(printed.stdout)) == len(TEXTS)
+    assert printed.stderr.splitlines() == expected
+    for name in ("out.txt", "out.jsonl"):
+        assert run(*arguments, "-o", tmp_path / name).exit_code == 0
+        again = run(*arguments, "-o", tmp_path / name, *given)  # from the complete file
+        assert "already complete" in again.stderr
+        assert [record["line"] for record in records(again.stdout)] == expected
+
+
+def test_skipped_lines_are_empty_and_not_scored(tmp_path: Path) -> None:
+    source, references, out = (tmp_path / name for name in ("en", "fr", "out.txt"))
+    source.write_text(f"\n{TEXTS[0]}\n\n{TEXTS[1]}\n\n")
+    references.write_text(f"a\n{REFERENCES[0]}\nb\n{REFERENCES[1]}\nc\n")
+    arguments = ("mbr", "-f", source, *FEW, "--skip", "-o", out, "--reference-file", references)
+    for _ in range(2):
+        result = run(*arguments)
+        assert result.exit_code == 3, result.output
+        lines = out.read_text().split("\n")
+        assert [bool(line) for line in lines] == [False, True, False, True, False, False]
+        expected = score_lines([lines[1], lines[3]], REFERENCES[:2])
+        assert [record["line"] for record in records(result.stdout)] == expected
+
+
+WORDS = [f"the {one} {two}" for one in ("dog", "cat", "old house") for two in ("sees", "eats")]
+
+
+@pytest.mark.parametrize("name", ["out.txt", "out.jsonl", "out.parquet"])
+def test_a_resumed_run_writes_the_same(
+    name: str, causal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(output: Path) -> tuple[str | Path, ...]:
+        small = ("-k", "3", "--candidates", "beam:2+stratified:2", "--max-length", "6")
+        return ("mbr", *WORDS, "-m", causal, *small, "--batch-size", "2", "-o", output)
+
+    (tmp_path / "whole").mkdir()
+    whole, output = tmp_path / "whole" / name, tmp_path / name
+    assert run(*command(whole)).exit_code == 0
+    write = ResumableFile.write
+
+    def interrupted(self: ResumableFile, new: list[Record]) -> None:
+        write(self, new)
+        if len(self.done) == 4:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableFile, "write", interrupted)
+        previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            assert run(*command(output)).exit_code == 130
+        finally:
+            signal.signal(signal.SIGINT, previous)
+    assert not output.exists()
+    other = run(*command(output), "--utility", "exact")
+    assert "differs in utility (chrF there, exact match here)" in other.output
+    resumed = run(*command(output))
+    assert resumed.exit_code == 0, resumed.output
+    assert "Resuming: 4 of 6" in resumed.output
+    assert output.read_bytes() == whole.read_bytes()
+    assert not output.with_name(f"{name}.partial").exists()
+    assert "already complete" in run(*command(output)).output
+    if name == "out.txt":
+        assert len(output.read_text().splitlines()) == len(WORDS)
+        output.write_text("one\ntwo\n")
+        refused = run(*command(output))
+        assert refused.exit_code == 1
+        assert "it has 2 lines instead of 6" in refused.output
+        assert output.read_text() == "one\ntwo\n"
+
+
+def test_plain_texts(tmp_path: Path) -> None:
+    file, plain = tmp_path / "out.txt", PlainTexts("chosen", 4)
+    texts = {0: "a\r\nb\nc\u2028d", 2: "é"}
+    with file.open("wb") as out:
+        plain.write(
+            out, lambda: (to_line({"number": n, "chosen": text}) for n, text in texts.items())
+        )
+    assert plain.read(file) == ["a b c d", "", "é", ""]
+    assert one_line(texts[0]) == "a b c d"
+    with file.open("rb") as stored:
+        plain.check(stored, "", [0, 2])
+    for wrong, message in (
+        (b"a\nb\nc\nd", "line 4 is cut short"),
+        (b"a\nb\n\xff\nd\n", "line 3 is not UTF-8"),
+        (b"", "0 lines instead of 4"),
+    ):
+        file.write_bytes(wrong)
+        with file.open("rb") as stored, pytest.raises(ValueError, match=message):
+            plain.check(stored, "", [0, 2])
+
+
+def test_other_commands_write_json_to_txt(causal: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.txt"
+    assert run("sample", "the dog", "-m", causal, "-k", "2", "-o", out).exit_code == 0
+    assert records(out.read_text())[0]["text"] == "the dog"
+
+
+def test_unclear_decisions_get_more_evidence(causal: Path) -> None:
+    arguments = ["mbr", *WORDS[:3], "-m", str(causal), "-k", "3", "--max-length", "4"]
+    (first, *others) = records(run(*arguments, "--confidence", "0.9", "--rounds", "2").stdout)
+    assert max(record["rounds"] for record in (first, *others)) == 2
+    assert first["settings"]["confidence"] == 0.9
+    again = records(run(*arguments, "--confidence", "0.9", "--rounds", "2").stdout)
+    assert again == [first, *others]
+    assert all(record["rounds"] == 1 for record in records(run(*arguments).stdout))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--utility", "nothing"), "utility is 'nothing'; it must be one of chrf, bleu"),
+        (("--candidates", "beam"), "candidates is 'beam'; it must be a sum"),
+        (("--candidates", "beam:0"), "candidates is 'beam:0'"),
+        (("--candidates", "nothing:3"), "nothing"),
+        (("--confidence", "1"), "--confidence is 1.0; it must be between 0 and 1"),
+        (("--confidence", "nan"), "--confidence is nan"),
+        (("--rounds", "3"), "--rounds is 3, which needs --confidence"),
+        (("--design", "top-k"), "design is 'top-k', which has no weights"),
+        (("-r", "one", "-r", "two"), "there are 2 references for 1 texts"),
+        (("-o", "out.csv"), "--output is out.csv"),
+    ],
+)
+def test_wrong_options_are_refused_before_a_model_is_loaded(
+    options: tuple[str, ...], message: str
+) -> None:
+    result = run("mbr", "Hello.", *options, "-m", "no/such/model")
+    assert result.exit_code == 1
+    assert message in result.output
+    assert result.output.count("\n") == 1
