@@ -339,9 +339,9 @@ def _decisions(texts: list[list[str]], standing: Standing) -> tuple[Decision, ..
             )
             for i, text in enumerate(own)
         ]
+        first = rows.pop(best)  # by rounding, an equally good one may be behind by less than zero
         rows.sort(key=lambda row: (not row.compared, row.behind))
-        rest = _known(captured[b])
-        found.append(Decision(b, tuple(rows), rest, standing.rounds))
+        found.append(Decision(b, (first, *rows), _known(captured[b]), standing.rounds))
     return tuple(found)
 
 

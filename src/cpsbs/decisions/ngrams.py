@@ -89,7 +89,8 @@ def shared_ngrams(
         flat = symbols.flat[at : at + count].to(device)
         part = slice(begin, end)
         of_rows, of_columns = rows[part].to(device), columns[part].to(device)
-        found[part] = _shared(*_laid_out(flat, lengths), of_rows, of_columns, order)
+        most = max(map(len, lengths))
+        found[part] = _shared(*_laid_out(flat, lengths), most, of_rows, of_columns, order)
         begin, at = end, at + count
     return found
 
@@ -132,10 +133,18 @@ def _numbered(flat: Tensor) -> tuple[Tensor, int]:
 
 
 def _shared(
-    codes: Tensor, text: Tensor, largest: int, rows: Tensor, columns: Tensor, order: int
+    codes: Tensor,
+    text: Tensor,
+    largest: int,
+    texts: int,
+    rows: Tensor,
+    columns: Tensor,
+    order: int,
 ) -> Tensor:
-    """Return [S, order, R, C] the shared n-grams of texts whose symbols are laid out in rows."""
-    texts = int(text.max()) + 1
+    """Return [S, order, R, C] the shared n-grams of texts whose symbols are laid out in rows.
+
+    A source has at most ``texts`` texts.
+    """
     size = TABLE.get(codes.device.type, TABLE["cpu"])
     suffixes = _sorted_suffixes(codes, text, largest, order)
     owner = next(suffixes)

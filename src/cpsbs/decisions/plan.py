@@ -83,7 +83,7 @@ class Plan:
             if name == EVIDENCE and not colon:
                 with_evidence = True
                 continue
-            if not number.isdecimal() or not 1 <= int(number) <= 1_000_000:
+            if name == EVIDENCE or not number.isdecimal() or not 1 <= int(number) <= 1_000_000:
                 raise ValueError(
                     f"candidates is {candidates!r}; it must be a sum of parts such as beam:16, "
                     f"stratified:16 and {EVIDENCE}"
