@@ -6,7 +6,8 @@
 ``decide`` writes what each row of the table chooses for a test set; a row that is there already is
 not computed again, so that several processes can share the work. ``score`` compares the choices
 with the references: corpus chrF and BLEU by sacrebleu, and their differences from beam search and
-from the row that is the default, with 95% intervals of a paired bootstrap over sentences.
+from the row that is the default, with 95% intervals of a paired bootstrap over sentences. Rows that
+are in the JSON file already, and not in the folder, stay there.
 
 A size is a number of sequences drawn for a sentence, whatever their roles, so that rows of a size
 cost the same. Rows that draw by temperature name it.
@@ -247,6 +248,11 @@ def score(arguments: argparse.Namespace) -> None:
                         *ends.tolist(),
                     ]
         found.append(row)
+    kept: list[dict[str, Any]] = []
+    if arguments.json.exists():
+        before = json.loads(arguments.json.read_text())["rows"]
+        kept = [row for row in before if (row["row"], row["size"]) not in counts]
+    found = sorted(found + kept, key=lambda row: (row["size"], order[row["row"]]))
     results = {"machine": machine(), "sentences": n, "rows": found}
     arguments.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     report(arguments, results)

@@ -275,6 +275,7 @@ class TextModel:
         seed: int | None = None,
         confidence: float | None = None,
         rounds: int = DEFAULT_ROUNDS,
+        weights: str | None = None,
     ) -> Decisions:
         """Choose for every text the candidate with the largest expected utility; see ``cpsbs.mbr``.
 
@@ -291,8 +292,12 @@ class TextModel:
             seed: as for ``beams``.
             confidence: how sure a decision must be; unclear ones get more evidence.
             rounds: the largest number of rounds of evidence, with ``confidence``.
+            weights: "probability" weights the evidence by the model's probabilities instead of by
+                the design's weights; see ``cpsbs.mbr``.
         """
-        plan = Plan.parse(candidates, k, design=design, confidence=confidence, rounds=rounds)
+        plan = Plan.parse(
+            candidates, k, design=design, confidence=confidence, rounds=rounds, weights=weights
+        )
         length = self.usual_length if max_length is None else max_length
         settings = plan.evidence_settings(length, temperature, nucleus)
         chosen, numbers = fresh_seed(None) if seed is None else seed, list(range(len(texts)))

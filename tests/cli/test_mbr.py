@@ -206,6 +206,14 @@ def test_unclear_decisions_get_more_evidence(causal: Path) -> None:
     assert all(record["rounds"] == 1 for record in records(run(*arguments).stdout))
 
 
+def test_beam_search_can_be_the_evidence(causal: Path) -> None:
+    arguments = ["mbr", *WORDS[:2], "-m", str(causal), "-k", "3", "--max-length", "4"]
+    options = ["--design", "top-k", "--candidates", "evidence", "--p-weighted"]
+    for record in records(run(*arguments, *options).stdout):
+        assert record["settings"]["weights"] == "probability"
+        assert record["standard_error"] is None
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -217,6 +225,7 @@ def test_unclear_decisions_get_more_evidence(causal: Path) -> None:
         (("--confidence", "nan"), "--confidence is nan"),
         (("--rounds", "3"), "--rounds is 3, which needs --confidence"),
         (("--design", "top-k"), "design is 'top-k', which has no weights"),
+        (("--p-weighted", "--confidence", "0.9"), "confidence is 0.9, but evidence with weights"),
         (("-r", "one", "-r", "two"), "there are 2 references for 1 texts"),
         (("-o", "out.csv"), "--output is out.csv"),
     ],

@@ -247,3 +247,20 @@ def test_plans_name_unknown_designs() -> None:
         Plan.parse("stratifed:3")
     with pytest.raises(ValueError, match="design is 'top-k', which has no weights"):
         Plan.parse("evidence", design="top-k")
+
+
+def test_plans_may_weight_by_probability() -> None:
+    plan = Plan.parse("evidence", design="top-k", weights="probability")
+    settings = plan.evidence_settings(4, 1.0)
+    assert not settings.joint
+
+    def never(numbers: list[int], settings: Any, seed_offset: int) -> Any:
+        raise AssertionError("nothing more is drawn")
+
+    beams = draws("top-k", 3, 2)
+    found = plan.decide([beams], [0, 1], never, settings, "chrf", decode)
+    assert found.to_dicts() == mbr(beams, decode=decode, weights="probability").to_dicts()
+    with pytest.raises(ValueError, match="weights is 'p'; it must be 'probability' or None"):
+        Plan.parse("evidence", weights="p")
+    with pytest.raises(ValueError, match="confidence is 0.9, but evidence with weights"):
+        Plan.parse("evidence", weights="probability", confidence=0.9)

@@ -48,6 +48,7 @@ from cpsbs.decisions.plan import (
     DEFAULT_CANDIDATES,
     DEFAULT_SIZE,
     DEFAULT_TEMPERATURE,
+    PROBABILITY,
     Plan,
 )
 from cpsbs.decisions.utilities import Utility, as_utility
@@ -120,6 +121,16 @@ def mbr_command(
             rich_help_panel=DRAW,
         ),
     ] = DEFAULT_DESIGN,
+    p_weighted: Annotated[
+        bool,
+        typer.Option(
+            "--p-weighted",
+            help="Weight the evidence by the model's probabilities instead of by the design's "
+            "weights. That is biased and tells no error, but works for beam search too "
+            "(--design top-k), and is good with few sequences.",
+            rich_help_panel=DRAW,
+        ),
+    ] = False,
     temperature: Temperature = DEFAULT_TEMPERATURE,
     nucleus: Nucleus = None,
     max_length: MaxLength = None,
@@ -155,7 +166,14 @@ def mbr_command(
         check_draw(k, temperature, nucleus, max_length, seed)
         _check_options(confidence, rounds, output)
         most = rounds or DEFAULT_ROUNDS
-        plan = Plan.parse(candidates, k, design=design, confidence=confidence, rounds=most)
+        plan = Plan.parse(
+            candidates,
+            k,
+            design=design,
+            confidence=confidence,
+            rounds=most,
+            weights=PROBABILITY if p_weighted else None,
+        )
         chosen = _ready(as_utility(utility))
         found = read_texts(texts, file)
         prompts = read_prompts(found, chat)
@@ -166,6 +184,7 @@ def mbr_command(
         settings = plan.evidence_settings(max_length or loaded.usual_length, temperature, nucleus)
         own: Record = {"candidates": candidates, "utility": chosen.name}
         own |= {} if confidence is None else {"confidence": confidence, "rounds": most}
+        own |= {"weights": PROBABILITY} if p_weighted else {}
 
         def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
             return Draw(settings, seed + seed_offset).beams(loaded, prompts, numbers)

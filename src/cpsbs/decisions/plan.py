@@ -23,9 +23,12 @@ from cpsbs.search.settings import SearchSettings
 BEAM, EVIDENCE = "beam", "evidence"
 """The names of candidates that are not those of a design."""
 
+PROBABILITY = "probability"
+"""The name of weights that are the model's probabilities."""
+
 DEFAULT_CANDIDATES = "beam:8+evidence"
 """The default for the candidates."""
-DEFAULT_SIZE = 32
+DEFAULT_SIZE = 24
 """The default for the number of sequences of the evidence."""
 DEFAULT_TEMPERATURE = 0.7
 """The default for the temperature of the evidence. All three were chosen on newstest2013; see
@@ -73,6 +76,8 @@ class Plan:
     """How sure a decision must be; None to draw evidence once."""
     rounds: int = DEFAULT_ROUNDS
     """The largest number of rounds of evidence."""
+    weights: str | None = None
+    """"probability" to weight the evidence by p instead of by the design's weights."""
 
     @staticmethod
     def parse(candidates: str = DEFAULT_CANDIDATES, k: int = DEFAULT_SIZE, **more: Any) -> Plan:
@@ -93,10 +98,17 @@ class Plan:
             parts.append(Part(name, int(number)))
         plan = Plan(tuple(parts), with_evidence, k, **more)
         check_adaptive(plan.confidence, plan.rounds)
-        if not design_named(plan.design).estimates:
+        if plan.weights not in (None, PROBABILITY):
+            raise ValueError(f"weights is {plan.weights!r}; it must be {PROBABILITY!r} or None")
+        if plan.weights is None and not design_named(plan.design).estimates:
             raise ValueError(
                 f"design is {plan.design!r}, which has no weights; evidence needs a design that "
-                "has them, such as 'stratified'"
+                f"has them, such as 'stratified', or weights={PROBABILITY!r}, which is biased"
+            )
+        if plan.weights is not None and plan.confidence is not None:
+            raise ValueError(
+                f"confidence is {plan.confidence}, but evidence with weights={PROBABILITY!r} tells "
+                "no error; leave one of them out"
             )
         return plan
 
@@ -113,7 +125,7 @@ class Plan:
     ) -> SearchSettings:
         """Return the settings with which evidence is drawn."""
         design = design_named(self.design)
-        joint = design.needs_joint and self.k > 1
+        joint = design.needs_joint and self.k > 1 and self.weights is None
         return SearchSettings(self.k, design, max_length, temperature, nucleus, joint=joint)
 
     def decide(
@@ -149,6 +161,7 @@ class Plan:
             evidence,
             utility,
             decode=decode,
+            weights=self.weights,
             confidence=self.confidence,
             draw=again,
             rounds=self.rounds,
