@@ -44,6 +44,7 @@ from cpsbs.cli.tables import new_table
 from cpsbs.cli.terminal import visible
 from cpsbs.decisions.decision import Decisions
 from cpsbs.decisions.mbr import DEFAULT_ROUNDS
+from cpsbs.decisions.mbrs import Choice, write_mbrs
 from cpsbs.decisions.plan import (
     DEFAULT_CANDIDATES,
     DEFAULT_SIZE,
@@ -141,6 +142,16 @@ def mbr_command(
             rich_help_panel=RESULT,
         ),
     ] = None,
+    export_mbrs: Annotated[
+        Path | None,
+        typer.Option(
+            "--export-mbrs",
+            help="Also write candidates and weighted evidence to this folder, as files for the "
+            "package mbrs, and print the mbrs-decode command that decides by them. Line breaks "
+            "within texts become spaces. Results then list the evidence too.",
+            rich_help_panel=RESULT,
+        ),
+    ] = None,
     json_lines: Json = False,
 ) -> None:
     """Choose for each text the candidate that is most like all that the model would say.
@@ -154,6 +165,7 @@ def mbr_command(
     with reporting_errors():
         check_draw(k, temperature, nucleus, max_length, seed)
         _check_options(confidence, rounds, output)
+        _check_export(export_mbrs, confidence, output)
         most = rounds or DEFAULT_ROUNDS
         plan = Plan.parse(candidates, k, design=design, confidence=confidence, rounds=most)
         chosen = _ready(as_utility(utility))
@@ -166,6 +178,8 @@ def mbr_command(
         settings = plan.evidence_settings(max_length or loaded.usual_length, temperature, nucleus)
         own: Record = {"candidates": candidates, "utility": chosen.name}
         own |= {} if confidence is None else {"confidence": confidence, "rounds": most}
+        # A file to resume must list the evidence too.
+        listed: Record = {} if export_mbrs is None else {"export_mbrs": True}
 
         def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
             return Draw(settings, seed + seed_offset).beams(loaded, prompts, numbers)
@@ -185,15 +199,20 @@ def mbr_command(
                 told = {**drawn[0].settings, **own}
                 yield [
                     {"number": i, "text": found[i], **entry, "settings": told}
-                    for i, entry in zip(numbers, _entries(decisions), strict=True)
+                    for i, entry in zip(
+                        numbers, _entries(decisions, export_mbrs is not None), strict=True
+                    )
                 ]
 
         plain = PlainTexts("chosen", len(found))
         collected: dict[int, str] = {}
+        exported: dict[int, Choice] = {}
         show = printer(json_lines, decision_table)
 
         def collect(record: Record) -> None:
             collected[record["number"]] = record["chosen"]
+            if export_mbrs is not None:
+                exported[record["number"]] = exported_choice(record)
             show(record)
 
         def score(numbers: list[int]) -> None:
@@ -209,6 +228,22 @@ def mbr_command(
                     lines = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
                     lines.print(record["line"])
 
+        def export(numbers: list[int]) -> None:
+            if export_mbrs is None:
+                return
+            if output is not None:
+                exported.update((r["number"], exported_choice(r)) for r in read_wide(output))
+            choices = [exported[i] for i in numbers]
+            sources = [one_line(found[i]) for i in numbers]
+            files = write_mbrs(export_mbrs, choices, chosen.name, sources)
+            told = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+            told.print(visible(f"Wrote files for mbrs to {export_mbrs}. To decide by them, run"))
+            told.print(visible(files.command))
+
+        def finish(numbers: list[int]) -> None:
+            score(numbers)
+            export(numbers)
+
         largest = max([k, *(part.size for part in plan.parts)])
         Job(
             Draw(settings, seed),
@@ -221,10 +256,10 @@ def mbr_command(
             skip=skip,
             output=output,
             show=collect,
-            settings={"command": "mbr", "chat": chat, **own},
+            settings={"command": "mbr", "chat": chat, **own, **listed},
             prompts=prompts,
             plain=plain,
-            then=score,
+            then=finish,
         ).run()
 
 
@@ -241,19 +276,61 @@ def _check_options(confidence: float | None, rounds: int | None, output: Path | 
         )
 
 
+def _check_export(folder: Path | None, confidence: float | None, output: Path | None) -> None:
+    """Refuse an export for mbrs that would lack evidence, before any work is done."""
+    if folder is None:
+        return
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--export-mbrs is {folder}, which is a file; it must be a folder")
+    if confidence is not None:
+        raise ValueError(
+            f"--export-mbrs does not go with --confidence {confidence}, because evidence of later "
+            "rounds is not kept; leave one of them out, and choose a larger -k instead"
+        )
+    if output is not None and output.suffix.lower() == ".txt":
+        raise ValueError(
+            f"--output is {output}, which keeps the chosen texts alone; --export-mbrs needs the "
+            "evidence too. Choose an --output that ends in .jsonl or .parquet"
+        )
+
+
+def exported_choice(record: Record) -> Choice:
+    """Return what mbrs is given of a record."""
+    rows, evidence = record["candidates"], record["evidence"]
+    return Choice(
+        [one_line(row["text"]) for row in rows],
+        [row["behind"] for row in rows],
+        record["utility"],
+        [one_line(row["text"]) for row in evidence],
+        [row["weight"] for row in evidence],
+    )
+
+
 def _ready(utility: Utility) -> Utility:
     """Return the utility, if all packages that it needs are there."""
     utility.tables([["a"]], [["a"]], torch.device("cpu"))
     return utility
 
 
-def _entries(decisions: Decisions) -> list[Record]:
-    """Return a dictionary for each decision, in which every candidate tells whether it is out."""
+def _entries(decisions: Decisions, with_evidence: bool) -> list[Record]:
+    """Return a dictionary for each decision, in which every candidate tells whether it is out.
+
+    Args:
+        decisions: the decisions.
+        with_evidence: whether to list the texts of the evidence, with their weights.
+    """
     entries = decisions.to_dicts()
     for decision, entry in zip(decisions, entries, strict=True):
         for candidate, row in zip(decision.candidates, entry["candidates"], strict=True):
             row["certainly_behind"] = candidate.certainly_behind
             row["compared"] = candidate.compared
+    if with_evidence:
+        evidence = decisions.evidence
+        for entry, texts, weights in zip(
+            entries, evidence.texts, evidence.text_weights(), strict=True
+        ):
+            pairs = zip(texts, weights, strict=True)
+            entry["evidence"] = [{"text": text, "weight": weight} for text, weight in pairs]
     return entries
 
 
