@@ -197,6 +197,10 @@ def test_other_commands_write_json_to_txt(causal: Path, tmp_path: Path) -> None:
     assert records(out.read_text())[0]["text"] == "the dog"
 
 
+Words = tuple[str | Path, ...]
+"""The words of a command line."""
+
+
 def files_in(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
@@ -207,7 +211,7 @@ def test_files_for_mbrs_are_those_of_the_library(tmp_path: Path) -> None:
     )
     expected = decisions.to_mbrs(tmp_path / "library", sources=TEXTS)
     folder = tmp_path / "mbrs"
-    arguments = ("mbr", *TEXTS, *FEW, "--seed", "3", "--export-mbrs", folder)
+    arguments: Words = ("mbr", *TEXTS, *FEW, "--seed", "3", "--export-mbrs", folder)
     printed = run(*arguments)
     assert printed.exit_code == 0, printed.output
     told, command = printed.stderr.splitlines()
@@ -235,7 +239,7 @@ def test_a_resumed_run_exports_all_texts(
 ) -> None:
     output, folder, whole = (tmp_path / name for name in ("out.jsonl", "mbrs", "whole"))
     small = ("-k", "3", "--candidates", "beam:2+evidence", "--max-length", "6")
-    command = ("mbr", *WORDS, "-m", causal, *small, "--batch-size", "2")
+    command: Words = ("mbr", *WORDS, "-m", causal, *small, "--batch-size", "2")
     assert run(*command, "--export-mbrs", whole).exit_code == 0
     write = ResumableFile.write
 
@@ -258,7 +262,8 @@ def test_a_resumed_run_exports_all_texts(
 
 def test_a_complete_file_without_evidence_cannot_be_exported(causal: Path, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    command = ("mbr", *WORDS[:2], "-m", causal, "-k", "2", "--max-length", "4", "-o", output)
+    small = ("-k", "2", "--max-length", "4")
+    command: Words = ("mbr", *WORDS[:2], "-m", causal, *small, "-o", output)
     assert run(*command).exit_code == 0
     refused = run(*command, "--export-mbrs", tmp_path / "mbrs")
     assert refused.exit_code == 1
@@ -268,7 +273,7 @@ def test_a_complete_file_without_evidence_cannot_be_exported(causal: Path, tmp_p
 
 def test_skipped_lines_are_not_exported(tmp_path: Path) -> None:
     (tmp_path / "en").write_text(f"\n{TEXTS[0]}\n\n{TEXTS[1]}\n")
-    options = (*FEW, "--skip", "--export-mbrs", tmp_path / "mbrs", "--utility", "exact")
+    options: Words = (*FEW, "--skip", "--export-mbrs", tmp_path / "mbrs", "--utility", "exact")
     result = run("mbr", "-f", tmp_path / "en", *options)
     assert result.exit_code == 3, result.output
     assert "--metric METRIC" in result.stderr
