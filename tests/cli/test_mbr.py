@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from sacrebleu.metrics.chrf import CHRF
 
 import cpsbs
 from cpsbs.cli import running
+from cpsbs.cli.decided import decision_table, exported_choice
 from cpsbs.cli.formats import PlainTexts, one_line
-from cpsbs.cli.mbr import decision_table
 from cpsbs.cli.outputs import Record, ResumableFile
 from cpsbs.cli.stored import to_line
 from cpsbs.text import demonstration
@@ -196,6 +197,96 @@ def test_other_commands_write_json_to_txt(causal: Path, tmp_path: Path) -> None:
     assert records(out.read_text())[0]["text"] == "the dog"
 
 
+Words = tuple[str | Path, ...]
+"""The words of a command line."""
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_files_for_mbrs_are_those_of_the_library(tmp_path: Path) -> None:
+    decisions = cpsbs.load("en-fr").mbr(
+        TEXTS, candidates="beam:2+evidence", k=4, max_length=24, seed=3
+    )
+    expected = decisions.to_mbrs(tmp_path / "library", sources=TEXTS)
+    folder = tmp_path / "mbrs"
+    arguments: Words = ("mbr", *TEXTS, *FEW, "--seed", "3", "--export-mbrs", folder)
+    printed = run(*arguments)
+    assert printed.exit_code == 0, printed.output
+    told, command = printed.stderr.splitlines()
+    assert told == f"Wrote files for mbrs to {folder}. To decide by them, run"
+    assert command == expected.command.replace(str(tmp_path / "library"), str(folder))
+    (first, *_) = records(printed.stdout)
+    assert [row["text"] for row in first["evidence"]] == decisions.evidence.texts[0]
+    whole = files_in(folder)
+    for name in ("hypotheses.txt", "references.txt", "sources.txt"):
+        assert whole[name] == (tmp_path / "library" / name).read_bytes()
+    values = [
+        [float(line) for line in (file / "reference_lprobs.txt").read_text().split()]
+        for file in (folder, tmp_path / "library")
+    ]
+    assert values[0] == pytest.approx(values[1], abs=1e-4)
+    for name in ("out.jsonl", "out.parquet"):
+        for _ in range(2):  # the second time from the complete file
+            shutil.rmtree(folder)
+            assert run(*arguments, "-o", tmp_path / name).exit_code == 0
+            assert files_in(folder) == whole
+
+
+def test_a_resumed_run_exports_all_texts(
+    causal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output, folder, whole = (tmp_path / name for name in ("out.jsonl", "mbrs", "whole"))
+    small = ("-k", "3", "--candidates", "beam:2+evidence", "--max-length", "6")
+    command: Words = ("mbr", *WORDS, "-m", causal, *small, "--batch-size", "2")
+    assert run(*command, "--export-mbrs", whole).exit_code == 0
+    write = ResumableFile.write
+
+    def interrupted(self: ResumableFile, new: list[Record]) -> None:
+        write(self, new)
+        if len(self.done) == 4:
+            raise OSError("the power is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ResumableFile, "write", interrupted)
+        assert run(*command, "-o", output, "--export-mbrs", folder).exit_code == 1
+    assert not folder.exists()
+    without = run(*command, "-o", output)
+    assert "differs in export_mbrs (True there, None here)" in without.output
+    resumed = run(*command, "-o", output, "--export-mbrs", folder)
+    assert resumed.exit_code == 0, resumed.output
+    assert "Resuming: 4 of 6" in resumed.output
+    assert files_in(folder) == files_in(whole)
+
+
+def test_a_complete_file_without_evidence_cannot_be_exported(causal: Path, tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    small = ("-k", "2", "--max-length", "4")
+    command: Words = ("mbr", *WORDS[:2], "-m", causal, *small, "-o", output)
+    assert run(*command).exit_code == 0
+    refused = run(*command, "--export-mbrs", tmp_path / "mbrs")
+    assert refused.exit_code == 1
+    assert "was not written by this command. Delete it, or choose another name" in refused.output
+    assert not (tmp_path / "mbrs").exists()
+
+
+def test_skipped_lines_are_not_exported(tmp_path: Path) -> None:
+    (tmp_path / "en").write_text(f"\n{TEXTS[0]}\n\n{TEXTS[1]}\n")
+    options: Words = (*FEW, "--skip", "--export-mbrs", tmp_path / "mbrs", "--utility", "exact")
+    result = run("mbr", "-f", tmp_path / "en", *options)
+    assert result.exit_code == 3, result.output
+    assert "--metric METRIC" in result.stderr
+    assert (tmp_path / "mbrs" / "sources.txt").read_text() == f"{TEXTS[0]}\n{TEXTS[1]}\n"
+    assert len((tmp_path / "mbrs" / "references.txt").read_text().splitlines()) == 8
+
+
+def test_line_breaks_within_exported_texts_become_spaces() -> None:
+    row = {"text": "a\r\nb\n", "behind": 0.0, "weight": 1.0}
+    found = exported_choice({"candidates": [row], "evidence": [row], "utility": 1.0})
+    assert list(found.candidates) == list(found.evidence) == ["a b "]
+
+
 def test_unclear_decisions_get_more_evidence(causal: Path) -> None:
     arguments = ["mbr", *WORDS[:3], "-m", str(causal), "-k", "3", "--max-length", "4"]
     (first, *others) = records(run(*arguments, "--confidence", "0.9", "--rounds", "2").stdout)
@@ -228,6 +319,9 @@ def test_beam_search_can_be_the_evidence(causal: Path) -> None:
         (("--p-weighted", "--confidence", "0.9"), "confidence is 0.9, but evidence with weights"),
         (("-r", "one", "-r", "two"), "there are 2 references for 1 texts"),
         (("-o", "out.csv"), "--output is out.csv"),
+        (("--export-mbrs", __file__), "which is a file; it must be a folder"),
+        (("--export-mbrs", "x", "--confidence", "0.9"), "does not go with --confidence 0.9"),
+        (("--export-mbrs", "x", "-o", "out.txt"), "--output is out.txt, which keeps the chosen"),
     ],
 )
 def test_wrong_options_are_refused_before_a_model_is_loaded(

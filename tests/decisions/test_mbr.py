@@ -262,5 +262,5 @@ def test_plans_may_weight_by_probability() -> None:
     assert found.to_dicts() == mbr(beams, decode=decode, weights="probability").to_dicts()
     with pytest.raises(ValueError, match="weights is 'p'; it must be 'probability' or None"):
         Plan.parse("evidence", weights="p")
-    with pytest.raises(ValueError, match="confidence is 0.9, but evidence with weights"):
+    with pytest.raises(ValueError, match=r"confidence is 0\.9, but evidence with weights"):
         Plan.parse("evidence", weights="probability", confidence=0.9)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import tee
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console, Group
-from rich.text import Text
+from rich.console import Console
 
 from cpsbs.cli.batches import default_batch_size
+from cpsbs.cli.decided import (
+    corpus_scores,
+    decision_records,
+    decision_table,
+    exported_choice,
+)
 from cpsbs.cli.draws import Draw, check_draw, load_quietly
 from cpsbs.cli.formats import PlainTexts, one_line, read_wide
 from cpsbs.cli.inputs import read_prompts, read_references, read_texts
@@ -40,10 +45,9 @@ from cpsbs.cli.options import (
 )
 from cpsbs.cli.outputs import Record
 from cpsbs.cli.running import Job, print_json, printer, reporting_errors, wants_json
-from cpsbs.cli.tables import new_table
 from cpsbs.cli.terminal import visible
-from cpsbs.decisions.decision import Decisions
 from cpsbs.decisions.mbr import DEFAULT_ROUNDS
+from cpsbs.decisions.mbrs import Choice, write_mbrs
 from cpsbs.decisions.plan import (
     DEFAULT_CANDIDATES,
     DEFAULT_SIZE,
@@ -53,13 +57,9 @@ from cpsbs.decisions.plan import (
 )
 from cpsbs.decisions.utilities import Utility, as_utility
 from cpsbs.designs import DEFAULT_DESIGN
-from cpsbs.estimation.result import with_error
 from cpsbs.extras import required
 from cpsbs.search.beams import Beams
 from cpsbs.search.settings import SearchSettings
-
-ROWS = 10
-"""The largest number of candidates that a table lists."""
 
 
 def mbr_command(
@@ -152,6 +152,16 @@ def mbr_command(
             rich_help_panel=RESULT,
         ),
     ] = None,
+    export_mbrs: Annotated[
+        Path | None,
+        typer.Option(
+            "--export-mbrs",
+            help="Also write candidates and weighted evidence to this folder, as files for the "
+            "package mbrs, and print the mbrs-decode command that decides by them. Line breaks "
+            "within texts become spaces. Results then list the evidence too.",
+            rich_help_panel=RESULT,
+        ),
+    ] = None,
     json_lines: Json = False,
 ) -> None:
     """Choose for each text the candidate that is most like all that the model would say.
@@ -165,6 +175,7 @@ def mbr_command(
     with reporting_errors():
         check_draw(k, temperature, nucleus, max_length, seed)
         _check_options(confidence, rounds, output)
+        _check_export(export_mbrs, confidence, output)
         most = rounds or DEFAULT_ROUNDS
         plan = Plan.parse(
             candidates,
@@ -185,6 +196,8 @@ def mbr_command(
         own: Record = {"candidates": candidates, "utility": chosen.name}
         own |= {} if confidence is None else {"confidence": confidence, "rounds": most}
         own |= {"weights": PROBABILITY} if p_weighted else {}
+        # A file to resume must list the evidence too.
+        listed: Record = {} if export_mbrs is None else {"export_mbrs": True}
 
         def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
             return Draw(settings, seed + seed_offset).beams(loaded, prompts, numbers)
@@ -204,15 +217,20 @@ def mbr_command(
                 told = {**drawn[0].settings, **own}
                 yield [
                     {"number": i, "text": found[i], **entry, "settings": told}
-                    for i, entry in zip(numbers, _entries(decisions), strict=True)
+                    for i, entry in zip(
+                        numbers, decision_records(decisions, export_mbrs is not None), strict=True
+                    )
                 ]
 
         plain = PlainTexts("chosen", len(found))
         collected: dict[int, str] = {}
+        exported: dict[int, Choice] = {}
         show = printer(json_lines, decision_table)
 
         def collect(record: Record) -> None:
             collected[record["number"]] = record["chosen"]
+            if export_mbrs is not None:
+                exported[record["number"]] = exported_choice(record)
             show(record)
 
         def score(numbers: list[int]) -> None:
@@ -228,6 +246,22 @@ def mbr_command(
                     lines = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
                     lines.print(record["line"])
 
+        def export(numbers: list[int]) -> None:
+            if export_mbrs is None:
+                return
+            if output is not None:
+                exported.update((r["number"], exported_choice(r)) for r in read_wide(output))
+            choices = [exported[i] for i in numbers]
+            sources = [one_line(found[i]) for i in numbers]
+            files = write_mbrs(export_mbrs, choices, chosen.name, sources)
+            told = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+            told.print(visible(f"Wrote files for mbrs to {export_mbrs}. To decide by them, run"))
+            told.print(visible(files.command))
+
+        def finish(numbers: list[int]) -> None:
+            score(numbers)
+            export(numbers)
+
         largest = max([k, *(part.size for part in plan.parts)])
         Job(
             Draw(settings, seed),
@@ -240,10 +274,10 @@ def mbr_command(
             skip=skip,
             output=output,
             show=collect,
-            settings={"command": "mbr", "chat": chat, **own},
+            settings={"command": "mbr", "chat": chat, **own, **listed},
             prompts=prompts,
             plain=plain,
-            then=score,
+            then=finish,
         ).run()
 
 
@@ -260,20 +294,28 @@ def _check_options(confidence: float | None, rounds: int | None, output: Path | 
         )
 
 
+def _check_export(folder: Path | None, confidence: float | None, output: Path | None) -> None:
+    """Refuse an export for mbrs that would lack evidence, before any work is done."""
+    if folder is None:
+        return
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--export-mbrs is {folder}, which is a file; it must be a folder")
+    if confidence is not None:
+        raise ValueError(
+            f"--export-mbrs does not go with --confidence {confidence}, because evidence of later "
+            "rounds is not kept; leave one of them out, and choose a larger -k instead"
+        )
+    if output is not None and output.suffix.lower() == ".txt":
+        raise ValueError(
+            f"--output is {output}, which keeps the chosen texts alone; --export-mbrs needs the "
+            "evidence too. Choose an --output that ends in .jsonl or .parquet"
+        )
+
+
 def _ready(utility: Utility) -> Utility:
     """Return the utility, if all packages that it needs are there."""
     utility.tables([["a"]], [["a"]], torch.device("cpu"))
     return utility
-
-
-def _entries(decisions: Decisions) -> list[Record]:
-    """Return a dictionary for each decision, in which every candidate tells whether it is out."""
-    entries = decisions.to_dicts()
-    for decision, entry in zip(decisions, entries, strict=True):
-        for candidate, row in zip(decision.candidates, entry["candidates"], strict=True):
-            row["certainly_behind"] = candidate.certainly_behind
-            row["compared"] = candidate.compared
-    return entries
 
 
 def _stored(output: Path, plain: PlainTexts) -> dict[int, str]:
@@ -281,48 +323,3 @@ def _stored(output: Path, plain: PlainTexts) -> dict[int, str]:
     if output.suffix.lower() == ".txt":
         return dict(enumerate(plain.read(output)))
     return {record["number"]: record["chosen"] for record in read_wide(output)}
-
-
-def corpus_scores(texts: Sequence[str], references: Sequence[str]) -> list[Record]:
-    """Return chrF and BLEU of all texts together, with sacrebleu's signatures."""
-    metrics: Any = required("sacrebleu", "metrics").metrics
-    found = []
-    for metric in (metrics.CHRF(), metrics.BLEU()):
-        # As in a file of plain texts, so that the score is the same for all kinds of output.
-        score = metric.corpus_score([one_line(text) for text in texts], [list(references)])
-        signature = str(metric.get_signature())
-        line = score.format(width=2, signature=signature)
-        found.append(
-            {"metric": score.name, "score": score.score, "signature": signature, "line": line}
-        )
-    return found
-
-
-def decision_table(record: Record) -> Group:
-    """Return the best candidates of one text as a table, followed by what is known of all."""
-    name = record["settings"]["utility"]
-    title = Text(visible(record["text"]))
-    table = new_table(f">{name}", ">behind", "certainly", "candidate", title=title)
-    rows = record["candidates"]
-    for rank, row in enumerate(rows[:ROWS]):
-        text = Text(visible(row["text"]), style="bold" if rank == 0 else "")
-        if not row["compared"]:
-            text.append(" (dropped early)", style="dim")
-        behind = "" if rank == 0 else with_error(row["behind"], row["behind_error"])
-        mark = "yes" if row["certainly_behind"] else ""
-        table.add_row(with_error(row["utility"], row["standard_error"]), behind, mark, text)
-    if len(rows) > ROWS:
-        table.add_row("", "", "", Text(f"… and {len(rows) - ROWS} worse ones", style="dim"))
-    return Group(table, Text(_summary(record)))
-
-
-def _summary(record: Record) -> str:
-    """Return a line on the candidates, the evidence, and how sure the decision is."""
-    count, rounds = len(record["candidates"]), record["rounds"]
-    captured = record["captured"]
-    share = "" if captured is None else f", with {100 * captured:.3g}% of the probability"
-    drawn = f"Evidence: {rounds} round{'' if rounds == 1 else 's'}{share}."
-    if count == 1:
-        return f"The only candidate. {drawn}"
-    best = "certainly" if record["certain"] else "not certainly"
-    return f"{count} candidates. {drawn} The first one is {best} the best of them."

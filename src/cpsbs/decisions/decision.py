@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cpsbs.decisions.expected import Evidence
+from cpsbs.decisions.mbrs import Choice, MbrsFiles, write_mbrs
 from cpsbs.estimation.result import with_error
 from cpsbs.extras import required
 
@@ -178,6 +180,45 @@ class Decisions(Sequence[Decision]):
             self.to_rows(), columns=COLUMNS
         )
         return frame
+
+    def to_mbrs(
+        self, folder: str | os.PathLike[str], sources: Sequence[str] | None = None
+    ) -> MbrsFiles:
+        """Write candidates and evidence as files for ``mbrs-decode``, and return where they are.
+
+        With the same utility, chrF or BLEU, ``mbrs`` then makes the same decisions; it has other
+        metrics besides, such as COMET. The log-probabilities of its references are the logarithms
+        of our weights. See ``cpsbs.decisions.mbrs`` for what is written.
+
+        Args:
+            folder: where to write ``hypotheses.txt``, ``references.txt`` and
+                ``reference_lprobs.txt``. It is created if it is not there, and files with these
+                names are replaced.
+            sources: the source texts, which some metrics need; written as ``sources.txt``.
+
+        Raises:
+            ValueError: if a text has a line break inside or is not valid Unicode, or if a source
+                has more than one round of evidence.
+        """
+        for own in self._sources:
+            if own.rounds > 1:
+                raise ValueError(
+                    f"source {own.source} was decided by {own.rounds} rounds of evidence, of which "
+                    "only the first is kept, so that mbrs could decide otherwise; call mbr without "
+                    "confidence, with a larger k instead"
+                )
+        weights = self.evidence.text_weights()
+        choices = [
+            Choice(
+                [c.text for c in own.candidates],
+                [c.behind for c in own.candidates],
+                own.utility,
+                self.evidence.texts[b],
+                weights[b],
+            )
+            for b, own in enumerate(self._sources)
+        ]
+        return write_mbrs(folder, choices, self.utility, sources)
 
 
 def _plain(candidate: Candidate) -> dict[str, Any]:

@@ -66,6 +66,11 @@ class BeamEvidence:
         shift = self._log_norm[:, None] if self.normalize else 0.0
         return (self._log_weight - shift).exp()
 
+    def text_weights(self) -> list[list[float]]:
+        """Return the weight of each text of each source."""
+        rows = zip(self.weight, self.beams.present, strict=True)
+        return [own[here].tolist() for own, here in rows]
+
     @cached_property
     def probability(self) -> Tensor:
         """[B, K] p of the distinct sequences; zero in empty places and for repetitions."""
@@ -136,6 +141,11 @@ class WeightedTexts:
         rows = [own + [0.0] * (most - len(own)) for own in given]
         table = torch.tensor(rows, dtype=torch.float64, device="cpu")
         return table / table.sum(-1, keepdim=True)
+
+    def text_weights(self) -> list[list[float]]:
+        """Return the weight of each text of each source."""
+        rows = zip(self.weight.tolist(), self.texts, strict=True)
+        return [own[: len(texts)] for own, texts in rows]
 
     def columns(self, tables: Tensor) -> Tensor:
         """Return [B, E, C] the utilities of every text."""
