@@ -261,10 +261,11 @@ def score(arguments: argparse.Namespace) -> None:
 def tables(results: dict[str, Any], name: str) -> dict[str, list[dict[str, object]]]:
     """A row for each way to decide: chrF and BLEU for every size."""
     sizes = sorted({row["size"] for row in results["rows"]})
-    ways = dict.fromkeys(sorted((r["row"] for r in results["rows"]), key=list(rows()).index))
+    order = {name: i for i, name in enumerate(rows())}  # rows of earlier scripts come last
+    ways = dict.fromkeys(r["row"] for r in results["rows"])
     known = {(row["row"], row["size"]): row for row in results["rows"]}
     lines: list[dict[str, object]] = []
-    for way in ways:
+    for way in sorted(ways, key=lambda way: order.get(way, len(order))):
         line: dict[str, object] = {"": way}
         for size in sizes:
             row = known.get((way, size))
