@@ -2,20 +2,22 @@
 
 ``load`` makes a model from a checkpoint and its tokenizer, ``search`` draws K sequences from a
 model by a sampling design, ``estimate`` turns them into an expectation with an error bar,
-``answers`` into a distribution over answers, and ``mbr`` into a decision.
+``answers`` into a distribution over answers, ``mbr`` into a decision, and ``risk`` into a gradient.
 """
 
 from typing import TYPE_CHECKING, Any
 
 import cpsbs.interrupts  # noqa: F401, before the imports that take long
-from cpsbs import functions, keys, utilities
+from cpsbs import functions, gradients, keys, utilities
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
 from cpsbs.decisions.answers import Answers, answers
 from cpsbs.decisions.decision import Decisions
 from cpsbs.decisions.mbr import mbr
+from cpsbs.decisions.risk import risk
 from cpsbs.designs import DESIGNS, Design
 from cpsbs.estimation.estimate import estimate
+from cpsbs.estimation.forcing import log_prob
 from cpsbs.estimation.inclusion import Inclusion, hindsight_inclusion, monte_carlo_inclusion
 from cpsbs.estimation.metrics import diversity, sentence_bleu
 from cpsbs.estimation.result import Estimate
@@ -55,12 +57,15 @@ __all__ = [
     "estimate",
     "functions",
     "generate",
+    "gradients",
     "hindsight_inclusion",
     "keys",
     "load",
+    "log_prob",
     "mbr",
     "monte_carlo_inclusion",
     "more",
+    "risk",
     "search",
     "search_each",
     "sentence_bleu",

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from cpsbs.estimation.arguments import Decode
+from cpsbs.estimation.forcing import token_scores
 from cpsbs.estimation.metrics import sentence_bleu, sentence_chrf
-from cpsbs.estimation.scoring import divergence, log_prob
 from cpsbs.models.base import SequenceModel
 from cpsbs.search.beams import Beams
 
@@ -89,10 +90,17 @@ class KullbackLeibler:
             self._of, self._values = beams, self._all(beams)
         return self._values[source][beams.present[source]]
 
+    @torch.no_grad()
     def _all(self, beams: Beams) -> Tensor:
         if self._own is None:
-            return beams.log_prob - log_prob(self._other(), beams, self._temperature)
-        return divergence(self._own(), self._other(), beams, self._temperature)
+            plain = {**beams.settings, "temperature": self._temperature, "nucleus": None}
+            others = token_scores(self._other(), replace(beams, settings=plain))
+            return beams.log_prob - others.log_prob.sum(-1)
+        found = token_scores(
+            self._own(), beams, other=self._other(), other_temperature=self._temperature
+        )
+        assert found.divergence is not None
+        return found.divergence.sum(-1)
 
 
 class Length:

@@ -4,9 +4,10 @@ A model holds the prefixes itself, because only it knows what to keep of them (a
 starts with one row for each source. Each step names, for every new row, which of the previous rows
 it extends, and by which token. The model may forget rows that no new row extends.
 
-Every model must be a ``SequenceModel``. Two more protocols are optional: ``StoppingModel`` for
-models that end a sequence for another reason than its last token, and ``FixedRowModel`` for models
-that are faster when every source always has K rows. ``cpsbs.check_model`` checks whether a model of
+Every model must be a ``SequenceModel``. Three more protocols are optional: ``StoppingModel`` for
+models that end a sequence for another reason than its last token, ``FixedRowModel`` for models that
+are faster when every source always has K rows, and ``ForcedModel`` for models that tell the scores
+of whole sequences at once. ``cpsbs.check_model`` checks whether a model of
 your own keeps these contracts; ``examples/own_model.py`` is a complete one.
 """
 
@@ -82,6 +83,23 @@ class StoppingModel(SequenceModel, Protocol):
 
         The arguments are those of ``advance``, which the search then calls with only the rows that
         go on.
+        """
+        ...
+
+
+@runtime_checkable
+class ForcedModel(SequenceModel, Protocol):
+    """A model that tells the scores of whole sequences at once, through which gradients can go."""
+
+    def force(self, source: Tensor, tokens: Tensor) -> Tensor:
+        """Return [n, T, V] the scores of every token of n sequences, given the tokens before it.
+
+        It neither needs ``start`` nor disturbs a search. Scores after the end of a sequence may be
+        anything.
+
+        Args:
+            source: [n] the source of each sequence, ascending.
+            tokens: [n, T] the sequences, padded after their end.
         """
         ...
 

@@ -56,11 +56,24 @@ class FunctionModel:
         self._prefix = torch.cat([self._prefix[parent], token[:, None]], dim=-1)
         return self._scores()
 
+    def force(self, source: Tensor, tokens: Tensor) -> Tensor:
+        """Return [n, T, V] the scores of every token of n sequences; gradients go through it.
+
+        Args:
+            source: [n] the source of each sequence.
+            tokens: [n, T] the sequences, padded after their end.
+        """
+        steps = range(tokens.shape[-1])
+        return torch.stack([self._of(tokens[:, :t], source) for t in steps], dim=1)
+
     def _scores(self) -> Tensor:
         """Return the checked scores after the current prefixes."""
-        extra = {"source": self._source} if self._takes_source else {}
-        scores = self._function(self._prefix, **extra)
-        for fault in score_faults(scores, len(self._prefix), self, "next_log_probs"):
+        return self._of(self._prefix, self._source)
+
+    def _of(self, prefix: Tensor, source: Tensor) -> Tensor:
+        """Return the checked scores after these prefixes [n, t]."""
+        scores = self._function(prefix, **({"source": source} if self._takes_source else {}))
+        for fault in score_faults(scores, len(prefix), self, "next_log_probs"):
             raise ValueError(fault)
         return scores
 

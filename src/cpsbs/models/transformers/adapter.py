@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cpsbs.models.transformers.forcing import forced_logits
 from cpsbs.models.transformers.inputs import evaluating, prepare, refuse_right_padding
 from cpsbs.models.transformers.moves import Moves, rows_of_value
 from cpsbs.models.transformers.processors import Criteria, Layout, Processors
@@ -54,7 +55,8 @@ class TransformersModel:
     def __init__(self, model: Any, *, logits_processor: Any = None, **inputs: Any) -> None:
         processors = [] if logits_processor is None else list(logits_processor)
         prepared = prepare(model, processors, **inputs)
-        self._begin(model, **prepared, mask_is_given=inputs.get("attention_mask") is not None)
+        mask_is_given = inputs.get("attention_mask") is not None
+        self._begin(model, **prepared, inputs=inputs, mask_is_given=mask_is_given)
 
     @classmethod
     def from_generate(cls, model: Any, **given: Any) -> TransformersModel:
@@ -71,12 +73,16 @@ class TransformersModel:
         processors: Any,
         criteria: Any,
         kwargs: dict[str, Any],
+        inputs: dict[str, Any] | None = None,
         mask_is_given: bool = False,
     ) -> None:
         if not model.config.is_encoder_decoder:
             mask = None if mask_is_given else config.pad_token_id
             refuse_right_padding(input_ids, kwargs.get("attention_mask"), mask)
         self._model, self._given = model, _apart(kwargs)
+        self._mask: Tensor | None = kwargs.get("attention_mask")
+        self._inputs = inputs
+        """What the caller would pass to ``generate``; None inside ``generate``."""
         self._restarts = _is_blank(kwargs.get(CACHE))
         self.name = type(model).__name__
         self.prompt = input_ids
@@ -144,6 +150,33 @@ class TransformersModel:
         self._select(parent)
         self._ids = torch.cat([self._ids, token[:, None]], dim=-1)
         return self._forward(first=False)
+
+    def force(self, source: Tensor, tokens: Tensor) -> Tensor:
+        """Return [n, T, V] the scores of every token of n sequences; gradients go through it.
+
+        Dropout is switched off, as in the search. What the search keeps is not touched.
+
+        Args:
+            source: [n] the source of each sequence, ascending.
+            tokens: [n, T] the sequences, padded after their end.
+        """
+        if self._inputs is None:
+            raise ValueError(
+                "the model was made inside generate(), whose encoder has run without gradients; "
+                "make a TransformersModel of the inputs"
+            )
+        with self._evaluating():
+            given = (self._model, self._inputs, self.prompt, self._mask)
+            scores = forced_logits(*given, source, tokens).to(torch.float32)
+        if not self._all_processors:
+            return scores
+        ended = partial(_have_ended, self.eos, self.prompt.shape[-1])
+        apply = Processors(self._all_processors, Layout(*self._layout), ended)
+        ids = torch.cat([self.prompt[source], tokens], dim=-1)
+        first, steps = self.prompt.shape[-1], range(tokens.shape[-1])
+        return torch.stack(
+            [apply(ids[:, : first + t], scores[:, t].clone(), source) for t in steps], dim=1
+        )
 
     def _let_grow(self) -> None:
         """Give the KV cache of the prompt room for the tokens that follow."""
