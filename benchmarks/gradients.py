@@ -1,13 +1,13 @@
-"""Bias and variance of gradient estimates, exactly, on the toy of Kool, van Hoof and Welling (2020).
+"""Bias and variance of gradient estimates, exactly, on the toy of Kool et al. (2020).
 
     python -m benchmarks.gradients [--pages FILE …]
 
 Three bits are one with probability σ(η) each, and f is a sum of squares; the gradient of E f by η
-is −0.0450 at η = 0, where all eight outcomes are equally probable, and −0.00318 at η = −4, where one
-of them has 95% of the probability. For every estimator all beams of K outcomes are enumerated with
-their probabilities (``tests.laws``), ``cpsbs.risk`` is differentiated for each, and mean and
-variance of the gradients are summed up: nothing is sampled. K is the number of times f is evaluated,
-so that "cross" has two beams of K/2.
+is −0.0450 at η = 0, where all eight outcomes are equally probable, and −0.00318 at η = −4, where
+one of them has 95% of the probability. For every estimator all beams of K outcomes are enumerated
+with their probabilities (``tests.laws``), ``cpsbs.risk`` is differentiated for each, and mean and
+variance of the gradients are summed up: nothing is sampled. K is the number of times f is
+evaluated, so that "cross" has two beams of K/2. Ties between outcomes are broken at random.
 
 Results go to ``benchmarks/results/gradients.json``, the figure to ``docs/gradients.svg``.
 """
@@ -117,7 +117,9 @@ ESTIMATORS = [
     Estimator(
         "SBS, loo", SBS, plain(SBS, "loo"), True, ABOVE_ONE, finite_from=FEWEST_FOR_SBS, drawn="-"
     ),
-    Estimator("SBS, normalised", SBS, plain(SBS, "auto", normalize=True), False, drawn="--"),
+    Estimator(
+        "SBS, normalised", SBS, plain(SBS, "auto", normalize=True), False, ABOVE_ONE, drawn="--"
+    ),
     Estimator(
         "unordered set",
         "unordered set",
@@ -131,10 +133,16 @@ ESTIMATORS = [
     ),
     Estimator("stratified", "stratified", plain("stratified", "none")),
     Estimator(
-        "stratified, cross", "stratified", lambda toy, k: toy.crossed("stratified", k), True, EVEN
+        "stratified, cross",
+        "stratified",
+        lambda toy, k: toy.crossed("stratified", k),
+        sizes=EVEN,
+        drawn="-.",
     ),
     Estimator("stratified, b = E f", "stratified", fixed("stratified"), drawn="-"),
-    Estimator("stratified, own", "stratified", plain("stratified", "own"), False, drawn="--"),
+    Estimator(
+        "stratified, own", "stratified", plain("stratified", "own"), False, ABOVE_ONE, drawn="--"
+    ),
     Estimator("sum-and-sample", "sum-and-sample", plain("sum-and-sample", "none")),
     Estimator("sum-and-sample, b = E f", "sum-and-sample", fixed("sum-and-sample"), drawn="-"),
 ]
@@ -177,14 +185,17 @@ def tables(results: dict[str, Any]) -> dict[str, list[dict[str, object]]]:
     found: dict[str, list[dict[str, object]]] = {}
     for eta, title in zip(ETAS, ("gradients", "gradients_peaked"), strict=True):
         found[title] = [
-            {"K": name} | {str(k): _shown(known.get((eta, name, k)), "deviation") for k in SIZES}
+            {"K": name, **{str(k): _shown(known.get((eta, name, k)), "deviation") for k in SIZES}}
             for name in names
         ]
     found["gradients_bias"] = [
-        {"K": f"{name}, η = {eta:g}".replace("-", "−")}
-        | {str(k): _shown(known.get((eta, name, k)), "bias") for k in SIZES}
+        {
+            "K": f"{e.name}, η = {eta:g}".replace("η = -", "η = −"),
+            **{str(k): _shown(known.get((eta, e.name, k)), "bias") for k in e.sizes},
+        }
         for eta in ETAS
-        for name in (e.name for e in ESTIMATORS if not e.unbiased)
+        for e in ESTIMATORS
+        if not e.unbiased
     ]
     return found
 
@@ -222,6 +233,7 @@ def figure(results: dict[str, Any]) -> bytes:
                     label=estimator.name + ("" if estimator.unbiased else " (biased)"),
                 )
             axis.set_yscale("log")
+            axis.minorticks_off()
             axis.set_xticks(list(SIZES))
             axis.set_xlabel("K, evaluations of f")
             axis.set_title(f"η = {eta:g}".replace("-", "−"))

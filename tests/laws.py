@@ -39,7 +39,7 @@ class Outcomes:
 
     @property
     def p(self) -> Tensor:
-        """[N] p(y)."""
+        """[N] the probabilities."""
         return self.log_prob.exp()
 
     def __len__(self) -> int:
@@ -101,7 +101,7 @@ def make(
         design=design,
         pad=0,
         joint_log_inclusion=joint,
-        made_by=cpsbs.DESIGNS[design],
+        made_by=cpsbs.DESIGNS[design](),
     )
     return Law(torch.as_tensor(probability, dtype=torch.float64), number, beams)
 
@@ -122,8 +122,8 @@ def gumbel(outcomes: Outcomes, k: int) -> Law:
     """Return the law of stochastic beam search, by quadrature over the threshold κ.
 
     The scores are G_y = −log X_y with X_y exponential of rate p(y). With t = e^−κ, the beam is S
-    and the threshold in dt with probability Π_{y ∈ S} (1 − e^{−p t}) · R e^{−R t} dt, where R is the
-    mass outside S. The grid is in log R t.
+    and the threshold in dt with probability Π_{y ∈ S} (1 − e^{−p t}) · R e^{−R t} dt, where R is
+    the mass outside S. The grid is in log R t.
     """
     n = len(outcomes)
     if k >= n:
@@ -290,9 +290,9 @@ def unordered_set(outcomes: Outcomes, k: int, f: Tensor, score: Tensor) -> tuple
     """Return the law [M] and the gradients [M, d] of the unordered set estimator.
 
     Kool, van Hoof and Welling (2020) draw S without replacement and condition on the set alone:
-    with R(S, s) = P(S \\ s without s) / P(S), the ratio of the probability that the others are drawn
-    if s does not exist, Σ_s p(s) R(S, s) f(s) is unbiased, and the baseline of s is the same
-    estimate without s, with p(s) f(s) added.
+    with R(S, s) the probability that the others are drawn if s does not exist, over the probability
+    of S, Σ_s p(s) R(S, s) f(s) is unbiased, and the baseline of s is the same estimate without s,
+    with p(s) f(s) added. A single sequence has no baseline: K is at least 2.
     """
     p = outcomes.p.tolist()
     known: dict[tuple[frozenset[int], frozenset[int]], float] = {}

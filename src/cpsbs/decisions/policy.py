@@ -18,6 +18,7 @@ from cpsbs.decisions.risk import (
     checked_log_probs,
     function_values,
     importance_ratio,
+    tensor_values,
     weights_of,
     with_gradient,
 )
@@ -124,7 +125,7 @@ def policy_loss(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None")
     (log_p,) = checked_log_probs([beams], log_prob, moved=True, tolerance=0.0)
-    (gain,) = function_values([beams], advantages, None)
+    gain = tensor_values(beams, advantages, "advantages")
     gap = torch.where(beams.present, log_p - beams.log_prob, 0.0)
     ratio = gap.exp()
     objective = ratio * gain
@@ -154,7 +155,10 @@ class GradientEstimate:
 
     @property
     def norm_error(self) -> float | None:
-        """The root of the total variance: how far the gradient is off, as a Euclidean distance."""
+        """The root of the total variance: how far the gradient is off, as a Euclidean distance.
+
+        Coordinates whose variance is not known count nothing.
+        """
         if self.variance is None:
             return None
         return float(self.variance.nansum().clamp(min=0).sqrt())
@@ -206,10 +210,13 @@ def gradient_estimate(
             _source_gradient(own[s], weight[s], gain[s], log_p[s], parameters, coordinates)
             for s in range(len(own))
         ]
-        means.append(torch.stack([value for value, _ in each]).mean(0))
-        found = torch.stack([variance for _, variance in each])
-        # Sources whose variance is not known are taken to have the average one of the others.
-        variances.append(found.nanmean(0) / len(own))
+        means.append(torch.stack([value for value, _, _ in each]).mean(0))
+        found = torch.stack([variance for _, variance, _ in each])
+        # A source whose terms are all zero tells nothing of the error, no more than others that
+        # agree; it counts as zero where other sources tell something. Other sources whose variance
+        # is not known are taken to have the average one of the rest.
+        idle = torch.stack([nothing for _, _, nothing in each]) & ~found.isnan().all(0)
+        variances.append(torch.where(idle, 0.0, found).nanmean(0) / len(own))
     stacked = torch.stack(means)
     if len(several) > 1:
         return GradientEstimate(stacked.mean(0), stacked.var(0) / len(several))
@@ -224,8 +231,10 @@ def _source_gradient(
     log_prob: Tensor,
     parameters: Sequence[Tensor],
     coordinates: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return [d] the gradient of one source, and [d] its variance, NaN where it is not known.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [d] the gradient of one source, its variance, and where all terms are zero.
+
+    The variance is NaN where it is not known, and zero if the beam holds all sequences.
 
     Args:
         beams: the beams of the source alone.
@@ -245,7 +254,7 @@ def _source_gradient(
     variance = torch.full_like(value, torch.nan) if found is None else found[0]
     p = torch.where(beams.present[0], beams.log_prob[0].exp(), 0.0)
     all_there = (p.sum() - 1).abs() <= COMPLETE and (weight - p).abs().sum() <= SAME
-    return value, torch.where((terms == 0).all(0) | all_there, 0.0, variance)
+    return value, torch.where(all_there, 0.0, variance), (terms == 0).all(0)
 
 
 def _gradient(

@@ -139,7 +139,7 @@ def function_values(several: Sequence[Beams], f: Any, decode: Decode | None) -> 
             raise ValueError(
                 f"f is {len(given)} tensors for {len(several)} beams; there must be one for each"
             )
-        return [_tensor_values(b, x) for b, x in zip(several, given, strict=True)]
+        return [tensor_values(b, x, "f") for b, x in zip(several, given, strict=True)]
     check_function(f, len(several[0]))
     evaluated = FunctionValues(f, decode, len(several[0]))
     values = [evaluated.of_beams(b) for b in several]
@@ -148,11 +148,11 @@ def function_values(several: Sequence[Beams], f: Any, decode: Decode | None) -> 
     return [x[..., 0] for x in values]
 
 
-def _tensor_values(beams: Beams, values: Tensor) -> Tensor:
+def tensor_values(beams: Beams, values: Tensor, name: str) -> Tensor:
     """Return the values that were given for the sequences of beams, if they are right."""
     if values.shape != beams.log_prob.shape:
         raise ValueError(
-            f"f is a tensor of the shape {list(values.shape)}; it must be [B, K] = "
+            f"{name} is a tensor of the shape {list(values.shape)}; it must be [B, K] = "
             f"{list(beams.log_prob.shape)}"
         )
     values = values.detach().to(beams.log_prob)
@@ -160,7 +160,7 @@ def _tensor_values(beams: Beams, values: Tensor) -> Tensor:
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"f is {float(values[b, i])} for sequence {i} of source {b}; it must be finite"
+            f"{name} is {float(values[b, i])} for sequence {i} of source {b}; it must be finite"
         )
     return torch.where(beams.present, values, 0.0)
 
@@ -203,7 +203,7 @@ def _checked_log_prob(beams: Beams, log_prob: Tensor, moved: bool, tolerance: fl
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"log_prob is {float(log_prob[b, i]):.6g} for sequence {i} of source {b}, where the "
+            f"log_prob is {log_prob[b, i].item():.6g} for sequence {i} of source {b}, where the "
             f"search found {float(beams.log_prob[b, i]):.6g}: it is of another model or of other "
             "sources, was computed with dropout, or the model has changed since the draw. If it "
             "has, pass moved=True; for rounding, a larger tolerance"
