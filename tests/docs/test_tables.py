@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import answers, bars, causal_bars, front, more
+from benchmarks import answers, bars, causal_bars, front, gradients, more
 from benchmarks.estimators import tables
 from benchmarks.tables import into_readme
 from training.evaluate import shown
@@ -67,6 +67,35 @@ def test_the_page_on_answers_shows_the_last_results() -> None:
     for row in (*found["short"], *found["translation"]):
         assert row["truth"] < row["rmse"] / 2, row
         assert row["entropy_truth"] < row["entropy"] / 2, row
+
+
+def test_the_page_on_gradients_shows_the_last_results() -> None:
+    found = results("gradients")
+    names = ("gradients", "gradients_peaked", "gradients_bias")
+    assert_shown("docs/how-to/gradients-exact.part.md", gradients.tables(found), names)
+    page = read("docs/how-to/gradients-exact.part.md")
+    own = {
+        (row["eta"], row["estimator"], row["k"]): (row["deviation"], row["bias"])
+        for row in found["rows"]
+    }
+    for eta, name, said in (
+        (-4, "RLOO", "RLOO has a standard deviation of {:.4f}"),
+        (-4, "independent, b = E f", "a fixed baseline makes that {:.4f}"),
+        (-4, "stratified, b = E f", "with the fixed baseline has {:.4f}"),
+        (-4, "conditional Poisson, loo", '`baseline="loo"` {:.4f}'),
+        (-4, "unordered set", "the unordered set estimator {:.4f}"),
+        (0, "conditional Poisson, loo", "{:.3f} (conditional Poisson) against"),
+        (0, "RLOO", "against {:.3f} (RLOO)"),
+        (0, "stratified, cross", "hardly better than RLOO up to K = 4 ({:.3f})"),
+        (0, "SBS, loo", "probabilities are equal ({:.2f}"),
+    ):
+        assert said.format(own[eta, name, 4][0]) in page, name
+    loo, none = (own[-4, f"conditional Poisson{x}", 2][0] for x in (", loo", ""))
+    assert f"({loo:.3f}, without a baseline {none:.4f})" in page
+    lost = [100 * own[0, "stratified, own", k][1] / -found["truth"]["0"] for k in (2, 4)]
+    assert f"({lost[0]:.0f}% at K = 2 and {lost[1]:.0f}% at K = 4" in page
+    ratio = own[-4, "stratified, cross", 4][0] / own[-4, "stratified, b = E f", 4][0]
+    assert f"it has {ratio:.1f} times the deviation" in page
 
 
 def test_the_model_card_shows_the_last_scores() -> None:

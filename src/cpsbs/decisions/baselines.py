@@ -7,7 +7,8 @@ from the beam itself may bias it. These do not:
 - **Independent samples**, leave one out: b_i = Σ_{j≠i} f_j / (K − 1).
 - **Stochastic beam search.** Given the threshold, two sequences are kept independently, so that
   b_i = p_i f_i + Σ_{j≠i} w_j f_j: in expectation Σ_{j≠i} w_j f_j is E f − p_i f_i, and what is
-  missing is added (Kool, van Hoof and Welling, 2019).
+  missing is added (Kool, van Hoof and Welling, 2019). Products of two weights grow as the square
+  of the threshold's rarity, so that the variance is infinite for K < 4.
 - **Conditional Poisson**, with joint inclusion probabilities along the path:
   b_i = p_i f_i + Σ_{j≠i} (p_j π_i / π_ij) f_j. The pair (i, j) is drawn with probability π_ij, so
   that Σ_i w_i Σ_{j≠i} (p_j π_i / π_ij) f_j ∇log p_i has the expectation
@@ -32,6 +33,11 @@ from cpsbs.search.beams import Beams
 
 NAMES = ("auto", "none", "loo", "cross", "own")
 """The baselines that have a name."""
+
+FEWEST_FOR_SBS = 4
+"""The smallest K for which leaving one out has a finite variance in stochastic beam search. With
+t = e^−κ, small t has the density of t^K, and two weights have a product of the order of 1/t²; the
+expectation of its square, ∫ t^(K−4) dt, is finite at 0 for K ≥ 4."""
 
 LEAVE_ONE_OUT = ("independent", "gumbel-top-k", "conditional-poisson")
 """The designs whose beams have an unbiased baseline of their own."""
@@ -70,10 +76,16 @@ def _chosen(several: Sequence[Beams]) -> str:
     if len(several) > 1:
         return "cross"
     (beams,) = several
-    if not _obstacle(beams):
+    reason = _obstacle(beams)
+    if not reason and beams.design == "gumbel-top-k" and beams.k < FEWEST_FOR_SBS:
+        reason = (
+            f"leaving one out of k = {beams.k} sequences of {beams.design} has an infinite "
+            f"variance; it needs k of at least {FEWEST_FOR_SBS}"
+        )
+    if not reason:
         return "loo"
     warnings.warn(
-        f"no baseline is used: {_obstacle(beams)}. Pass a list of two independent beams, a number, "
+        f"no baseline is used: {reason}. Pass a list of two independent beams, a number, "
         "or baseline='own', which is biased by the order of 1/K",
         BaselineWarning,
         stacklevel=4,

@@ -14,15 +14,18 @@ from torch import Tensor
 
 from cpsbs.decisions.baselines import baselines
 from cpsbs.decisions.risk import (
+    TOLERANCE,
     checked_log_probs,
     function_values,
     importance_ratio,
+    tensor_values,
     weights_of,
     with_gradient,
 )
-from cpsbs.estimation.arguments import Decode
+from cpsbs.estimation.arguments import Decode, checked_beams
 from cpsbs.estimation.forcing import TokenScores
 from cpsbs.estimation.uncertainty import one_beam_variance
+from cpsbs.estimation.weights import COMPLETE, SAME
 from cpsbs.search.beams import Beams
 
 
@@ -62,6 +65,11 @@ def divergence(beams: Beams, scores: TokenScores) -> Tensor:
 
 def _sum_over_tokens(beams: Beams, log_prob: Tensor, terms: Tensor) -> Tensor:
     """Return [B] Σ w Σ_t of terms [B, K, T] that each depend on the tokens before it alone."""
+    if log_prob.shape != beams.sequences.shape:
+        raise ValueError(
+            f"scores are of tokens [B, K, T] = {list(log_prob.shape)}, but the beams have "
+            f"{list(beams.sequences.shape)}; compute them by token_scores for these beams"
+        )
     later = terms.detach().flip(-1).cumsum(-1).flip(-1) - terms.detach()
     surrogate = (terms + later * log_prob).sum(-1)
     weight = weights_of(beams)
@@ -117,7 +125,7 @@ def policy_loss(
     if clip is not None and not clip > 0:
         raise ValueError(f"clip is {clip}; it must be above 0, or None")
     (log_p,) = checked_log_probs([beams], log_prob, moved=True, tolerance=0.0)
-    (gain,) = function_values([beams], advantages, None)
+    gain = tensor_values(beams, advantages, "advantages")
     gap = torch.where(beams.present, log_p - beams.log_prob, 0.0)
     ratio = gap.exp()
     objective = ratio * gain
@@ -147,7 +155,10 @@ class GradientEstimate:
 
     @property
     def norm_error(self) -> float | None:
-        """The root of the total variance: how far the gradient is off, as a Euclidean distance."""
+        """The root of the total variance: how far the gradient is off, as a Euclidean distance.
+
+        Coordinates whose variance is not known count nothing.
+        """
         if self.variance is None:
             return None
         return float(self.variance.nansum().clamp(min=0).sqrt())
@@ -163,12 +174,14 @@ def gradient_estimate(
     decode: Decode | None = None,
     coordinates: Tensor | None = None,
     moved: bool = False,
+    tolerance: float = TOLERANCE,
 ) -> GradientEstimate:
     """Return ∇ of the mean of E f over sources, with the error of every coordinate.
 
     Each sequence needs a backward pass of its own, so this is for looking at a gradient now and
     then, not for every step. From a single beam the error is the design's estimate of it, in which
-    a baseline from the same beam counts as fixed; from a list of beams it is that of their mean.
+    a baseline from the same beam counts as fixed; from a list of beams it is that of their mean, as
+    if no beam were the baseline of another, which is a little too small.
 
     Args:
         beams: as for ``risk``.
@@ -180,24 +193,30 @@ def gradient_estimate(
         coordinates: [d] which coordinates of all parameters, flattened one after the other, to
             return; all of them by default.
         moved: as for ``risk``.
+        tolerance: as for ``risk``.
     """
-    several = [beams] if isinstance(beams, Beams) else list(beams)
-    log_probs = checked_log_probs(several, log_prob, moved, tolerance=0.02)
+    several = checked_beams(beams)
+    weights = list(map(weights_of, several))
+    log_probs = checked_log_probs(several, log_prob, moved, tolerance)
     values = function_values(several, f, decode)
     offsets = baselines(several, values, baseline)
     means, variances = [], []
-    for own, f_own, b, log_p in zip(several, values, offsets, log_probs, strict=True):
-        weight = weights_of(own)
-        if moved:
-            weight = weight * importance_ratio(own, log_p)
+    parts = zip(several, weights, values, offsets, log_probs, strict=True)
+    for own, weight, f_own, b, log_p in parts:
+        gain = f_own - b
+        if moved:  # part of f, because designs know the weights of the draw
+            gain = gain * importance_ratio(own, log_p)
         each = [
-            _source_gradient(own[s], weight[s], (f_own - b)[s], log_p[s], parameters, coordinates)
+            _source_gradient(own[s], weight[s], gain[s], log_p[s], parameters, coordinates)
             for s in range(len(own))
         ]
-        means.append(torch.stack([value for value, _ in each]).mean(0))
-        found = torch.stack([variance for _, variance in each])
-        # Sources whose variance is not known are taken to have the average one of the others.
-        variances.append(found.nanmean(0) / len(own))
+        means.append(torch.stack([value for value, _, _ in each]).mean(0))
+        found = torch.stack([variance for _, variance, _ in each])
+        # A source whose terms are all zero tells nothing of the error, no more than others that
+        # agree; it counts as zero where other sources tell something. Other sources whose variance
+        # is not known are taken to have the average one of the rest.
+        idle = torch.stack([nothing for _, _, nothing in each]) & ~found.isnan().all(0)
+        variances.append(torch.where(idle, 0.0, found).nanmean(0) / len(own))
     stacked = torch.stack(means)
     if len(several) > 1:
         return GradientEstimate(stacked.mean(0), stacked.var(0) / len(several))
@@ -212,8 +231,10 @@ def _source_gradient(
     log_prob: Tensor,
     parameters: Sequence[Tensor],
     coordinates: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return [d] the gradient of one source, and [d] its variance, NaN where it is not known.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return [d] the gradient of one source, its variance, and where all terms are zero.
+
+    The variance is NaN where it is not known, and zero if the beam holds all sequences.
 
     Args:
         beams: the beams of the source alone.
@@ -231,7 +252,9 @@ def _source_gradient(
     value = (weight[:, None] * terms).sum(0)
     found, _ = one_beam_variance(beams, weight[None], terms[None], None, value[None])
     variance = torch.full_like(value, torch.nan) if found is None else found[0]
-    return value, torch.where((terms == 0).all(0), 0.0, variance)
+    p = torch.where(beams.present[0], beams.log_prob[0].exp(), 0.0)
+    all_there = (p.sum() - 1).abs() <= COMPLETE and (weight - p).abs().sum() <= SAME
+    return value, torch.where(all_there, 0.0, variance), (terms == 0).all(0)
 
 
 def _gradient(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +64,8 @@ def risk(
               earlier steps; unbiased;
             - ``"none"``; unbiased, and the variance is large;
             - ``"own"``, the beam's own estimate; biased by the order of 1/K;
-            - ``"auto"``: the first of the first two that the beams allow, else none.
+            - ``"auto"``: "cross" for a list of beams, else "loo" where it can be had and has a
+              finite variance, else none.
         decode: as for ``estimate``.
         normalize: whether to divide by the sum of the weights, as Kool et al. do for stochastic
             beam search: with W = Σ w and G = Σ w f / W, the gradient is
@@ -71,7 +73,8 @@ def risk(
             it brings its own baseline.
         moved: whether the model may have changed since the draw, as in the second epoch over the
             same beams. Each term is then multiplied by the importance ratio of the probabilities
-            now and then, so that value and gradient are those of the model as it is now.
+            now and then, so that value and gradient are those of the model as it is now. A sequence
+            that has become impossible counts nothing.
         tolerance: without ``moved``, by how many nats a token ``log_prob`` may differ from the
             beams' own.
 
@@ -84,6 +87,7 @@ def risk(
         WeightWarning: as ``estimate``.
     """
     several = checked_beams(beams)
+    weights = list(map(partial(weights_of, normalize=normalize), several))
     log_probs = checked_log_probs(several, log_prob, moved, tolerance)
     values = function_values(several, f, decode)
     if normalize and not (baseline is None or baseline == "auto"):
@@ -92,18 +96,19 @@ def risk(
         )
     each = []
     offsets = values if normalize else baselines(several, values, baseline)
-    for own, f_own, b, log_p in zip(several, values, offsets, log_probs, strict=True):
-        weight = weights_of(own, normalize)
-        if moved:
-            weight = weight * importance_ratio(own, log_p)
+    parts = zip(several, weights, values, offsets, log_probs, strict=True)
+    for own, weight, f_own, b, log_p in parts:
+        ratio = importance_ratio(own, log_p) if moved else torch.ones_like(weight)
+        weight = weight * ratio
         total = weight.sum(-1, keepdim=True) if normalize else torch.ones_like(weight[:, :1])
         value = (weight * f_own).sum(-1, keepdim=True) / total
         if normalize:
-            p = torch.where(own.present, own.log_prob.exp(), 0.0)
+            p = torch.where(own.present, own.log_prob.exp() * ratio, 0.0)
             coefficient = weight * (f_own - value) / (total - weight + p)
         else:
             coefficient = weight * (f_own - b)
-        each.append(with_gradient(value[:, 0], (coefficient * log_p).sum(-1)))
+        surrogate = coefficient * log_p.masked_fill(log_p.isneginf(), 0.0)
+        each.append(with_gradient(value[:, 0], surrogate.sum(-1)))
     return torch.stack(each).mean(0)
 
 
@@ -116,7 +121,7 @@ def weights_of(beams: Beams, normalize: bool = False) -> Tensor:
     """Return [B, K] the weights, zero in empty places, and warn if they are not to be trusted."""
     log_weight = log_weights_of(beams, None)
     weight = torch.where(beams.present, log_weight.exp(), 0.0)
-    warn_of_far_sums(weight.sum(-1), beams.design, normalize)
+    warn_of_far_sums(weight.sum(-1), beams.design, normalize, level=4)
     return weight
 
 
@@ -134,7 +139,7 @@ def function_values(several: Sequence[Beams], f: Any, decode: Decode | None) -> 
             raise ValueError(
                 f"f is {len(given)} tensors for {len(several)} beams; there must be one for each"
             )
-        return [_tensor_values(b, x) for b, x in zip(several, given, strict=True)]
+        return [tensor_values(b, x, "f") for b, x in zip(several, given, strict=True)]
     check_function(f, len(several[0]))
     evaluated = FunctionValues(f, decode, len(several[0]))
     values = [evaluated.of_beams(b) for b in several]
@@ -143,11 +148,11 @@ def function_values(several: Sequence[Beams], f: Any, decode: Decode | None) -> 
     return [x[..., 0] for x in values]
 
 
-def _tensor_values(beams: Beams, values: Tensor) -> Tensor:
+def tensor_values(beams: Beams, values: Tensor, name: str) -> Tensor:
     """Return the values that were given for the sequences of beams, if they are right."""
     if values.shape != beams.log_prob.shape:
         raise ValueError(
-            f"f is a tensor of the shape {list(values.shape)}; it must be [B, K] = "
+            f"{name} is a tensor of the shape {list(values.shape)}; it must be [B, K] = "
             f"{list(beams.log_prob.shape)}"
         )
     values = values.detach().to(beams.log_prob)
@@ -155,7 +160,7 @@ def _tensor_values(beams: Beams, values: Tensor) -> Tensor:
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"f is {float(values[b, i])} for sequence {i} of source {b}; it must be finite"
+            f"{name} is {float(values[b, i])} for sequence {i} of source {b}; it must be finite"
         )
     return torch.where(beams.present, values, 0.0)
 
@@ -164,7 +169,12 @@ def checked_log_probs(
     several: Sequence[Beams], log_prob: Tensor | Sequence[Tensor], moved: bool, tolerance: float
 ) -> list[Tensor]:
     """Return the log-probabilities of each of several beams, if they can be theirs."""
-    given = [log_prob] if isinstance(log_prob, Tensor) else list(log_prob)
+    given = [log_prob] if isinstance(log_prob, Tensor) else log_prob
+    if not isinstance(given, list | tuple) or not all(isinstance(x, Tensor) for x in given):
+        raise ValueError(
+            f"log_prob is a {type(log_prob).__name__}; it must be what cpsbs.log_prob returns for "
+            "the beams, or a list of that"
+        )
     if len(given) != len(several):
         raise ValueError(
             f"log_prob is {len(given)} tensors for {len(several)} beams; there must be one for each"
@@ -193,7 +203,7 @@ def _checked_log_prob(beams: Beams, log_prob: Tensor, moved: bool, tolerance: fl
     if bool(wrong.any()):
         b, i = wrong.nonzero()[0].tolist()
         raise ValueError(
-            f"log_prob is {float(log_prob[b, i]):.6g} for sequence {i} of source {b}, where the "
+            f"log_prob is {log_prob[b, i].item():.6g} for sequence {i} of source {b}, where the "
             f"search found {float(beams.log_prob[b, i]):.6g}: it is of another model or of other "
             "sources, was computed with dropout, or the model has changed since the draw. If it "
             "has, pass moved=True; for rounding, a larger tolerance"

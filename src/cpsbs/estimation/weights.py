@@ -74,10 +74,10 @@ def log_weights_of(beams: Beams, log_inclusion: Tensor | None) -> Tensor:
     return torch.where(beams.present, beams.log_prob - log_inclusion, -math.inf)
 
 
-def warn_of_far_sums(sums: Tensor, design: str, normalize: bool) -> None:
+def warn_of_far_sums(sums: Tensor, design: str, normalize: bool, level: int = 3) -> None:
     """Warn once if the sums of weights [B] are far from one, on average or in many sources.
 
-    The warning points to the caller of the function that calls this.
+    The warning points to the caller of the function that calls this, or to a higher ``level``.
     """
     mean = float(sums.mean())
     far = (sums > FAR) | (sums < 1 / FAR)
@@ -92,7 +92,7 @@ def warn_of_far_sums(sums: Tensor, design: str, normalize: bool) -> None:
         "distribution or exaggerate it, and the error bar does not show that. Search with the "
         f"design 'stratified', whose weights always sum to 1, or with a larger k{remedy}",
         WeightWarning,
-        stacklevel=3,
+        stacklevel=level,
     )
 
 
