@@ -91,7 +91,7 @@ class MinimumRisk:
         self.parameters = list(model.model.parameters())
         self._adam = torch.optim.Adam(self.parameters, lr=rate, betas=(0.9, 0.98))
         self._schedule = torch.optim.lr_scheduler.LambdaLR(
-            self._adam, lambda step: min((step + 1) / WARMUP, 1.0, (steps - step) / steps)
+            self._adam, lambda step: min((step + 1) / WARMUP, 1.0, (steps - step) / max(1, steps))
         )
         self._average = [p.detach().clone() for p in self.parameters]
 
