@@ -57,6 +57,8 @@ def joined(parts: list[Beams]) -> Beams:
         if name == "sequences":
             pad = parts[0].pad
             own = [nn.functional.pad(x, (0, longest - x.shape[-1]), value=pad) for x in own]
+        if name == "trace":
+            own = [nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in own]
         grouped = [x.view(len(LINES), -1, *x.shape[1:]) for x in own]
         return torch.cat(grouped, 1).flatten(0, 1)
 

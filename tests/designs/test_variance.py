@@ -27,6 +27,7 @@ class Drawn:
     log_prob: Tensor
     log_inclusion: Tensor | None = None
     joint_log_inclusion: Tensor | None = None
+    trace: Tensor | None = None
 
     @property
     def k(self) -> int:

@@ -29,12 +29,14 @@ c·u = 1 is called heavy or light.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cpsbs.designs.base import DrawingDesign
+from cpsbs.designs.rounding import INSIDE, SHARE, START, TRACE, event_variance, two_valued
 from cpsbs.designs.targets import Targets, find_targets
 from cpsbs.designs.variance import DrawnSequences, difference_variance, infinite_freedom
 from cpsbs.randomness import BELOW_ONE, Streams, shuffle_keys
@@ -51,10 +53,35 @@ class Stratified(DrawingDesign):
 
     name = "stratified"
     summary = "every prefix gets as many extensions as its weight deserves; best for estimates"
+    trace = TRACE
 
     def recordable(self, k: int) -> bool:
         """Return True, because selecting never synchronises with the host."""
         return True
+
+    def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
+        """Return zeros, as for picks that are certain."""
+        return _certain(torch.zeros((len(sources), 1), dtype=torch.float64, device=sources.device))
+
+    def select(
+        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
+    ) -> Selection:
+        """Draw K candidates of every source, or keep all of a source that has at most K.
+
+        Either way they are in the order of the tree, along which parents get their places.
+        """
+        selection = super().select(candidates, k, streams, joint)
+        if selection.state or selection.log_inclusion is None:
+            return selection
+        _, parents, tokens = candidates.shape
+        last = selection.index.masked_fill(~selection.present, parents * tokens)
+        order = last.argsort(dim=-1, stable=True)
+        return replace(  # nothing was drawn: all inclusion probabilities are one
+            selection,
+            index=selection.index.gather(-1, order),
+            present=selection.present.gather(-1, order),
+            state=_certain(torch.zeros_like(selection.log_inclusion)),
+        )
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Keep the heavy candidates, and draw light ones parent by parent."""
@@ -78,8 +105,9 @@ class Stratified(DrawingDesign):
         size = largest[..., -1] + chunks[..., -1]
         number = slot - targets.heavy[:, None]  # the number of a place for a light candidate
         end = size.cumsum(-1)
-        total = end[:, -1:].clamp(min=2.0**-1000)
-        point = (drawn[:, :1] + number) / (k - targets.heavy[:, None]).clamp(min=1) * total
+        begin, total = end - size, end[:, -1:].clamp(min=2.0**-1000)
+        places = (k - targets.heavy[:, None]).clamp(min=1)
+        point = (drawn[:, :1] + number) / places * total
         parent = torch.searchsorted(end, point * BELOW_ONE, right=True).clamp_(max=parents - 1)
 
         # How many places the parent of a pick has, and how many of them come before this one.
@@ -108,10 +136,21 @@ class Stratified(DrawingDesign):
         log_target = score + targets.offset.gather(-1, index // tokens)
         present = (log_target > -math.inf) | ~targets.few[:, None]
         log_target = (log_target + targets.log_scale[:, None]).clamp(max=0.0)
+        is_heavy = is_heavy.gather(-1, order)
+        # What the error of an event is computed from; see cpsbs.designs.rounding.
+        parent = index // tokens
+        start = (begin.gather(-1, parent) * places / total) % 1.0
+        inside = (times / size).gather(-1, parent).log() + log_target
+        state = {
+            START: start,
+            INSIDE: inside.clamp(max=0.0),
+            SHARE: (-targets.log_scale).exp()[:, None].expand_as(start),
+        }
         return Selection(
             index=index,
             present=present,
-            log_inclusion=torch.where(is_heavy.gather(-1, order), 0.0, log_target),
+            log_inclusion=torch.where(is_heavy, 0.0, log_target),
+            state={name: torch.where(is_heavy, 0.0, x) for name, x in state.items()},
         )
 
     def variance(
@@ -119,12 +158,25 @@ class Stratified(DrawingDesign):
     ) -> tuple[Tensor | None, Tensor]:
         """Return the variance of the light picks by successive differences along the tree.
 
-        Heavy sequences are certain and add nothing. See ``cpsbs.designs.variance``.
+        Heavy sequences are certain and add nothing. See ``cpsbs.designs.variance``. For events it
+        comes from what the search knows of its roundings; see ``cpsbs.designs.rounding``.
         """
         if drawn.log_inclusion is None:
             return None, infinite_freedom(weight)
         light = drawn.present & (drawn.log_inclusion < 0)
-        return difference_variance(drawn, light, weight, values)
+        variance, freedom = difference_variance(drawn, light, weight, values)
+        if drawn.trace is None:
+            return variance, freedom
+        events = two_valued(drawn, values) & (light.sum(1, keepdim=True) > 1)
+        if bool(events.any()):
+            known = event_variance(drawn, drawn.trace, light, weight, values, variance)
+            variance = torch.where(events, known, variance)
+        return variance, freedom
+
+
+def _certain(zeros: Tensor) -> dict[str, Tensor]:
+    """Return the state of picks that are certain."""
+    return {name: zeros.clone() for name in TRACE}
 
 
 def _starts(size: Tensor, times: Tensor, share: Tensor, turn: Tensor, uniform: Tensor) -> Tensor:

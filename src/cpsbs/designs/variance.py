@@ -26,9 +26,9 @@ of the picks that were left to chance, in that order,
 is the variance of m independent picks if neighbours differ as much as any two, and smaller where
 neighbours resemble each other, as the real variance is. A step of f between two branches counts
 ½, more than the rounding of one systematic step can add (at most ¼), but rounding adds up over
-steps: for an event decided by a prefix v can be too large or too small, as docs/estimation.md
-measures. As a quadratic form in independent normal picks v has 2 (m − 1)² / (3 m − 4) degrees of
-freedom.
+steps: for an event decided by a prefix v can be too large or too small. So events are treated in
+another way where the search has kept what is needed (``cpsbs.designs.rounding``). As a quadratic
+form in independent normal picks v has 2 (m − 1)² / (3 m − 4) degrees of freedom.
 
 A design that knows its error in another way overrides ``Design.variance``.
 """
@@ -80,6 +80,11 @@ class DrawnSequences(Protocol):
     @property
     def joint_log_inclusion(self) -> Tensor | None:
         """[B, K, K] log of the joint inclusion probability, if the search was asked for it."""
+        ...
+
+    @property
+    def trace(self) -> Tensor | None:
+        """[B, K, T, n] the state that ``Design.trace`` names, for every step, if it was kept."""
         ...
 
 

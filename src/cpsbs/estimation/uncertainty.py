@@ -6,7 +6,8 @@ How one beam tells the variance of G = Σ w f depends on its design (``Design.va
   which the search keeps with ``joint=True``; see ``cpsbs.designs.variance``.
 - ``gumbel-top-k`` with K ≥ 2 uses the threshold, given which the terms of G are uncorrelated.
 - ``independent`` uses the variance of its K samples over K.
-- ``stratified`` uses the differences between light picks that are neighbours in the tree.
+- ``stratified`` uses the differences between light picks that are neighbours in the tree, and for
+  events what the search knows of its own roundings.
 - ``arithmetic`` and ``sum-and-sample`` rest on one random draw for the whole beam, so that a single
   beam tells nothing; pass a list of independent beams to ``estimate``.
 
@@ -70,6 +71,7 @@ class LatestRound:
     log_prob: Tensor
     log_inclusion: Tensor | None
     joint_log_inclusion: Tensor | None
+    trace: Tensor | None = None
 
 
 def _latest_variance(

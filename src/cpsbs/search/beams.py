@@ -72,6 +72,13 @@ class Hypotheses:
         """[b, P] whether the hypothesis goes on."""
         return self.present & ~self.finished
 
+    def traced(self, names: Sequence[str]) -> Tensor | None:
+        """Return [b, P, n] the state with these names, for ``Trail``; None without names.
+
+        It is a copy, in float32, because it is kept for every step.
+        """
+        return torch.stack([self.state[name] for name in names], -1).float() if names else None
+
     def of(self, sources: Tensor) -> Hypotheses:
         """Return the hypotheses of some of the sources, by their places in the batch."""
         return self.rebuilt([x[sources] for x in self.tensors()])
@@ -118,6 +125,18 @@ StepFunction = Callable[[Hypotheses, Tensor, Streams, StepResult], StepResult]
 step. The result may be written into the last argument, whose hypotheses may be the first one."""
 
 
+@dataclass(frozen=True)
+class Found:
+    """Sources that have ended."""
+
+    beam: Hypotheses
+    """[n, K] their hypotheses."""
+    tokens: Tensor
+    """[n, K, T] the tokens of these."""
+    trace: Tensor | None
+    """[n, K, T, m] what the design keeps for every step."""
+
+
 class Trail:
     """Back-pointers of a batch of sources, each in a slot of its own.
 
@@ -136,46 +155,78 @@ class Trail:
         self._pad = pad
         self._itself = torch.arange(k, device=device).expand(slots, k)
         self._padding = torch.full((slots, k), pad, dtype=torch.int64, device=device)
-        self._steps = deque[tuple[Tensor, Tensor]](maxlen=steps)
+        self._steps = deque[tuple[Tensor, Tensor, Tensor | None]](maxlen=steps)
 
-    def append(self, slot: Tensor, parent: Tensor, token: Tensor) -> None:
-        """Add a step: the hypotheses [b, K] in the slots [b] extend their parents by a token."""
+    def append(
+        self, slot: Tensor, parent: Tensor, token: Tensor, trace: Tensor | None = None
+    ) -> None:
+        """Add a step: the hypotheses [b, K] in the slots [b] extend their parents by a token.
+
+        ``trace`` [b, K, m] is what the design keeps of the step; it is not copied if all slots
+        take part.
+        """
         if len(slot) < len(self._itself):
             parent = self._itself.index_copy(0, slot, parent)
             token = self._padding.index_copy(0, slot, token)
+            if trace is not None:
+                nothing = trace.new_zeros((*self._itself.shape, trace.shape[-1]))
+                trace = nothing.index_copy_(0, slot, trace)
         else:
             parent, token = parent.clone(), token.clone()
-        self._steps.append((parent, token))
+        self._steps.append((parent, token, trace))
 
-    def begin(self, slot: Tensor, parent: Tensor, token: Tensor) -> None:
+    def begin(
+        self, slot: Tensor, parent: Tensor, token: Tensor, trace: Tensor | None = None
+    ) -> None:
         """Overwrite the latest step of the slots [n] with the first step of new sources."""
-        for own, given in zip(self._steps[-1], (parent, token), strict=True):
-            own.index_copy_(0, slot, given)
+        for own, given in zip(self._steps[-1], (parent, token, trace), strict=True):
+            if own is not None and given is not None:
+                own.index_copy_(0, slot, given)
+
+    def found(self, beam: Hypotheses, slot: Tensor, steps: Sequence[int]) -> Found:
+        """Return the hypotheses [n, K] in the slots [n] with all that led to them."""
+        back = self._back(slot, max(steps))
+        trace = None
+        if self._steps[-1][2] is not None:
+            trace = self._followed(back, slot, steps, 2, 0)
+        return Found(beam, self._followed(back, slot, steps, 1, self._pad), trace)
 
     def sequences(self, slot: Tensor, steps: Sequence[int]) -> Tensor:
         """Return the tokens [n, K, T] of the hypotheses in the slots [n].
 
         ``steps`` are the numbers of steps that the sources have taken: one for each slot, or a
         single one for all.
+        """
+        return self._followed(self._back(slot, max(steps)), slot, steps, 1, self._pad)
+
+    def _back(self, slot: Tensor, most: int) -> Tensor:
+        """Return [T, n, K] where the hypotheses in the slots [n] were 0, 1, …, T − 1 steps ago.
 
         Where a hypothesis was s steps ago is a composition of s maps from places to places. All of
         these compositions take log₂ T rounds: in each, the maps that go d steps back are composed
         with those that go d steps further.
         """
-        most = max(steps)
-        latest = list(islice(reversed(self._steps), most))
-        parent, token = (torch.stack(each)[:, slot] for each in zip(*latest, strict=True))
+        parent = torch.stack([step[0] for step in islice(reversed(self._steps), most)])[:, slot]
         back, distance = torch.cat([self._itself[slot][None], parent[:-1]]), 1
         while distance < most:
             further = back[distance:].gather(-1, back[:-distance])
             back, distance = torch.cat([back[:distance], further]), 2 * distance
-        backwards = token.gather(-1, back).permute(1, 2, 0)
+        return back
+
+    def _followed(
+        self, back: Tensor, slot: Tensor, steps: Sequence[int], part: int, empty: float
+    ) -> Tensor:
+        """Return [n, K, T, …] one part of the steps along the way back, from the first step on."""
+        most, latest = len(back), islice(reversed(self._steps), len(back))
+        every = torch.stack([x for step in latest if (x := step[part]) is not None])[:, slot]
+        more = (None,) * (every.ndim - 3)
+        backwards = every.gather(2, back[(..., *more)].expand_as(every)).movedim(0, 2)
         if min(steps) == most:
-            return backwards.flip(-1)
+            return backwards.flip(2)
         count = torch.tensor(steps, device=slot.device)[:, None, None]
-        at = count - 1 - torch.arange(most, device=slot.device)
-        found = backwards.gather(-1, at.clamp(min=0).expand_as(backwards))
-        return torch.where(at < 0, self._pad, found)
+        at = (count - 1 - torch.arange(most, device=slot.device))[(..., *more)]
+        found = backwards.gather(2, at.clamp(min=0).expand_as(backwards))
+        return torch.where(at < 0, empty, found)
 
 
 @dataclass(frozen=True)
@@ -237,6 +288,9 @@ class Beams:
     """How the beams were made: design, k, temperature, nucleus, max_length, seed, model."""
     made_by: Design | None = None
     """The design itself, which estimates errors; None for beams that no search has made."""
+    trace: Tensor | None = None
+    """[B, K, T, n] the numbers that the design keeps for every step (``Design.trace``), from which
+    it estimates errors; None for designs that keep none, and for several rounds."""
     latest: Tensor | None = None
     """[B] K of the latest round of each source, if ``more`` or ``until`` has added rounds. All
     sequences of earlier rounds count as picked with certainty: only the latest round is random,
@@ -332,7 +386,7 @@ class Beams:
 
 
 def collected(
-    found: Sequence[tuple[Hypotheses, Tensor]],
+    found: Sequence[Found],
     design: Design,
     pad: int,
     path: tuple[Step, ...] | None,
@@ -341,13 +395,13 @@ def collected(
     """Return all sources in their order, the hypotheses of each by decreasing probability.
 
     Args:
-        found: hypotheses [n, K] of some sources, and their tokens [n, K, T]; all sources together.
+        found: what was found for some sources each; all sources together.
         design: the design that drew them; it computes the weights.
         pad: the padding token.
         path: what was selected at every step, if it was kept.
         label: the value of ``Beams.settings``.
     """
-    parts = [part for part, _ in found]
+    parts = [part.beam for part in found]
     order = torch.cat([part.source for part in parts]).argsort()
 
     def joined(name: str) -> Tensor:
@@ -372,9 +426,14 @@ def collected(
         pairs = ranked(joined("joint"))
         pairs = pairs.gather(2, rank[:, None, :].expand_as(pairs))
     longest = max(1, int(length.max()))
-    tokens = [torch.nn.functional.pad(x, (0, longest), value=pad) for _, x in found]
+    tokens = [torch.nn.functional.pad(part.tokens, (0, longest), value=pad) for part in found]
     sequences = torch.cat([x[..., :longest] for x in tokens])[order]
     sequences = torch.where(present[..., None], sequences, pad)
+    traces = [x for part in found if (x := part.trace) is not None]
+    trace = None
+    if len(traces) == len(found):
+        traces = [torch.nn.functional.pad(x, (0, 0, 0, longest)) for x in traces]
+        trace = ranked(torch.cat([x[:, :, :longest] for x in traces])[order])
     return Beams(
         sequences=ranked(sequences),
         lengths=ranked(length),
@@ -390,4 +449,5 @@ def collected(
         path=path,
         settings=label,
         made_by=design,
+        trace=trace,
     )

@@ -43,6 +43,7 @@ def run(request: Request, settings: SearchSettings) -> None:
     """Search the sources of a model, and leave what was found with its request."""
     model, streams = request.model, request.streams.copy()
     slot = torch.arange(model.sources, device=model.device)
+    kept = settings.design.trace
     trail = Trail(model.sources, settings.k, model.pad, model.device, settings.max_length)
     transition = Transition.of(model, settings, request.backend)
     beam = Hypotheses.roots(settings, streams, slot)
@@ -50,7 +51,7 @@ def run(request: Request, settings: SearchSettings) -> None:
     for length in range(1, settings.max_length + 1):
         selection, result = transition.with_selection(beam, *rows.scores(beam), streams)
         beam, parent = rows.stopped(result), result.parent
-        trail.append(slot, parent, beam.token)
+        trail.append(slot, parent, beam.token, beam.traced(kept))
         if settings.path:
             request.path.append(path_step(beam, selection, parent))
         goes_on = still_open(beam, result.broken)
@@ -58,7 +59,7 @@ def run(request: Request, settings: SearchSettings) -> None:
             goes_on = [False] * len(goes_on)
         if not all(goes_on):
             left, ended = _split(goes_on, slot.device)
-            request.found.append((beam.of(ended), trail.sequences(slot[ended], [length])))
+            request.found.append(trail.found(beam.of(ended), slot[ended], [length]))
             if not any(goes_on):
                 return
             beam, parent, slot = beam.of(left), parent[left], slot[left]

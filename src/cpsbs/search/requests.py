@@ -12,7 +12,7 @@ from torch import Tensor
 from cpsbs.backends import Backend
 from cpsbs.models.base import SequenceModel, check_scores
 from cpsbs.randomness import Streams
-from cpsbs.search.beams import Beams, Hypotheses, Step, collected
+from cpsbs.search.beams import Beams, Found, Step, collected
 from cpsbs.search.settings import SearchSettings
 
 
@@ -26,8 +26,8 @@ class Request:
     backend: Backend
     label: Mapping[str, Any]
     """How the beams are made; it becomes ``Beams.settings``."""
-    found: list[tuple[Hypotheses, Tensor]] = field(default_factory=list)
-    """Hypotheses [n, K] of sources that have ended, and their tokens [n, K, T]."""
+    found: list[Found] = field(default_factory=list)
+    """The sources that have ended."""
     path: list[Step] = field(default_factory=list)
     _first_scores: Tensor | None = None
 
@@ -47,7 +47,7 @@ class Request:
     @property
     def done(self) -> bool:
         """Whether all sources have ended."""
-        return sum(len(part.source) for part, _ in self.found) == self.model.sources
+        return sum(len(part.beam.source) for part in self.found) == self.model.sources
 
     def beams(self, settings: SearchSettings) -> Beams:
         """Return what was found, once the request is done."""

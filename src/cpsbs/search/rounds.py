@@ -286,6 +286,7 @@ def _joined(parts: Sequence[Beams], certain: Tensor, k: int) -> Beams:
         joint_log_inclusion=joint,
         entropy=None if entropy is None else ranked(entropy, 0.0),
         path=None,
+        trace=None,
     )
 
 

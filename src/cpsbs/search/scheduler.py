@@ -149,7 +149,8 @@ class Scheduler:
                 request.path.append(path_step(result.beam, selection, result.parent))
         self._beam = result.beam
         self._steps += 1
-        self._trail.append(self._slot, result.parent, result.beam.token)
+        trace = result.beam.traced(self._settings.design.trace)
+        self._trail.append(self._slot, result.parent, result.beam.token, trace)
         return result.parent
 
     def _age(self, place: int) -> int:
@@ -184,8 +185,8 @@ class Scheduler:
             assert request is not None
             own = [i for i in ended if self._places[i].request is request]
             at = self._tensor(own)
-            tokens = self._trail.sequences(self._slot[at], [self._age(i) for i in own])
-            request.found.append((self._beam.of(at), tokens))
+            ages = [self._age(i) for i in own]
+            request.found.append(self._trail.found(self._beam.of(at), self._slot[at], ages))
         for i in ended:
             self._places[i].request = None
         # Hypotheses cut off at the maximal length are still open; close them, so that the places
@@ -230,7 +231,8 @@ class Scheduler:
         self._streams.put(places, streams)
         self._set_beam(self._beam.rebuilt([mine.index_copy(0, at, its) for mine, its in pairs]))
         self._broken.logical_or_(result.broken)
-        self._trail.begin(self._slot[at], result.parent, result.beam.token)
+        trace = result.beam.traced(settings.design.trace)
+        self._trail.begin(self._slot[at], result.parent, result.beam.token, trace)
         self._rows.join(places, request.model)
         for i in places:
             self._places[i] = Place(request, self._steps - 1)
