@@ -6,10 +6,14 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo picture test test-slow test-newest lint types bench dist docs notebooks format clean
+.PHONY: demo toy picture test test-slow test-newest lint types bench dist docs notebooks format clean
 
 demo: $(READY)
 	$(BIN)/cpsbs demo
+
+# Policy gradients on a toy: reward against steps, with and without replacement.
+toy: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m examples.policy_gradient
 
 picture: $(READY)
 	$(BIN)/python examples/picture.py docs/demo.svg cpsbs demo

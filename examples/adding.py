@@ -28,13 +28,15 @@ def make_tokenizer() -> Any:
     words = ["<pad>", "<end>", "+", "=", *map(str, range(10))]
     split = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}))
     split.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=split, eos_token="<end>", pad_token="<pad>")
+    make: Any = PreTrainedTokenizerFast
+    return make(tokenizer_object=split, eos_token="<end>", pad_token="<pad>")
 
 
 def make_model(tokenizer: Any, seed: int = 0) -> Any:
     """Return a GPT-2 of one layer, with random weights and without dropout."""
     torch.manual_seed(seed)
-    return GPT2LMHeadModel(
+    make: Any = GPT2LMHeadModel
+    return make(
         GPT2Config(
             vocab_size=len(tokenizer),
             n_positions=16,

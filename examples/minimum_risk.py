@@ -1,6 +1,6 @@
 """Minimum-risk training of the embedded translation model: expected BLEU by policy gradients.
 
-    python examples/minimum_risk.py --train pairs.tsv.xz --dev EN FR --test EN FR \
+    python -m examples.minimum_risk --train pairs.tsv.xz --dev EN FR --test EN FR \
         --method stratified --json stratified.json
 
 The model is trained to make E[BLEU of y against the reference] large, under its own distribution at

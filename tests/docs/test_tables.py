@@ -72,8 +72,8 @@ def test_the_page_on_answers_shows_the_last_results() -> None:
 def test_the_page_on_gradients_shows_the_last_results() -> None:
     found = results("gradients")
     names = ("gradients", "gradients_peaked", "gradients_bias")
-    assert_shown("docs/how-to/gradients-exact.part.md", gradients.tables(found), names)
-    page = read("docs/how-to/gradients-exact.part.md")
+    assert_shown("docs/how-to/gradients.md", gradients.tables(found), names)
+    page = read("docs/how-to/gradients.md")
     own = {
         (row["eta"], row["estimator"], row["k"]): (row["deviation"], row["bias"])
         for row in found["rows"]
