@@ -54,14 +54,8 @@ SAME_LOSS = 1e-3
 """By how much the loss may differ from its value by hand, relative to the sum of its terms."""
 
 
-def check_settings(trainer: Any, reserved: str) -> None:
-    """Refuse a trainer whose loss would not have the weighted gradient.
-
-    Args:
-        trainer: the trainer, which has been made.
-        reserved: the name of the extra field of a rollout, which no data set may have.
-    """
-    args = trainer.args
+def check_settings(args: Any) -> None:
+    """Refuse a ``GRPOConfig`` whose loss would not have the weighted gradient."""
     for name, (allowed, why) in UNBIASED.items():
         value = getattr(args, name)
         if value not in allowed:
@@ -76,6 +70,15 @@ def check_settings(trainer: Any, reserved: str) -> None:
             "would move before all completions of a rollout are used; the former must divide the "
             "latter"
         )
+
+
+def check_trainer(trainer: Any, reserved: str) -> None:
+    """Refuse a trainer with parts that a rollout does not fit.
+
+    Args:
+        trainer: the trainer, which has been made.
+        reserved: the name of the extra field of a rollout, which no data set may have.
+    """
     if getattr(trainer, "aux_loss_enabled", False):
         raise ValueError(
             f"router_aux_loss_coef is {trainer.router_aux_loss_coef}, which adds another loss "
@@ -86,7 +89,7 @@ def check_settings(trainer: Any, reserved: str) -> None:
             "tools or environment_factory is given, but a rollout draws completions that nothing "
             "interrupts; leave both out"
         )
-    plugin = getattr(args, "deepspeed_plugin", None)
+    plugin = getattr(trainer.args, "deepspeed_plugin", None)
     if trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
         raise ValueError(
             "the model is sharded (FSDP or ZeRO-3), but a rollout needs all of it in every "
@@ -173,7 +176,9 @@ def check_completions(inputs: dict[str, Tensor], tokens: Tensor, lengths: Tensor
         )
 
 
-def check_log_prob(own: Tensor, drawn: Tensor | None, mask: Tensor, tolerance: float) -> None:
+def check_log_prob(
+    own: Tensor | None, drawn: Tensor | None, mask: Tensor, tolerance: float
+) -> None:
     """Refuse a loss of another distribution than the one that was drawn from.
 
     Args:
@@ -182,7 +187,7 @@ def check_log_prob(own: Tensor, drawn: Tensor | None, mask: Tensor, tolerance: f
         mask: [n, T] what is not padding.
         tolerance: by how many nats a token they may differ on average.
     """
-    if drawn is None or drawn.shape != own.shape:
+    if own is None or drawn is None or drawn.shape != own.shape:
         raise ValueError(
             "the trainer has lost the log-probabilities of the rollout; this version of trl is not "
             "supported by cpsbs.trl"

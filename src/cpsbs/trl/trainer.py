@@ -1,4 +1,4 @@
-"""``WeightedGRPOTrainer``: trl's trainer, with advantages that count every completion by its weight.
+"""``WeightedGRPOTrainer``: trl's trainer, whose advantages count each completion by its weight.
 
 trl has no place for weights: it computes advantages inside the method that generates and scores,
 with unweighted means of groups, and its extra fields of a rollout end in the reward functions. The
@@ -39,7 +39,9 @@ class WeightedGRPOTrainer(GRPOTrainer):
     ``reward`` is the plain mean over completions, which here has no meaning.
 
     Args:
-        args: as for ``trl.GRPOTrainer``, by position.
+        model: as for ``trl.GRPOTrainer``, as ``reward_funcs``, ``args`` and all that follow them.
+        reward_funcs: the reward f, or several whose weighted sum is f.
+        args: a ``trl.GRPOConfig``.
         rollout_func: how completions are drawn; ``Rollout()`` by default.
         baseline: what to subtract from the reward, which changes the variance of the gradient:
 
@@ -51,7 +53,7 @@ class WeightedGRPOTrainer(GRPOTrainer):
             - ``"own"``, the weighted mean of the group; biased by the order of 1/K. For
               ``independent`` it is GRPO's own, which is (K − 1)/K times the unbiased gradient;
             - ``"auto"``: "loo" if the design has it, else "prompts".
-        kwargs: as for ``trl.GRPOTrainer``.
+        others: further arguments of ``trl.GRPOTrainer``.
 
     Raises:
         ValueError: if a setting would bias the gradient; while it trains, if what trl makes of the
@@ -63,10 +65,13 @@ class WeightedGRPOTrainer(GRPOTrainer):
 
     def __init__(
         self,
-        *args: Any,
+        model: Any,
+        reward_funcs: Any = None,
+        args: Any = None,
+        *,
         rollout_func: Rollout | None = None,
         baseline: str | float = "auto",
-        **kwargs: Any,
+        **others: Any,
     ) -> None:
         rollout = Rollout() if rollout_func is None else rollout_func
         if not isinstance(rollout, Rollout):
@@ -78,12 +83,19 @@ class WeightedGRPOTrainer(GRPOTrainer):
             raise ValueError(
                 f"baseline is {baseline!r}; it must be a number, or one of {', '.join(CHOICES)}"
             )
-        super().__init__(*args, **kwargs)
+        if args is not None:  # before models of a reference or of rewards are loaded
+            checks.check_settings(args)
+        super().__init__(model, reward_funcs, args, **others)
         self.rollout_func = rollout
         self.baseline = baseline
         self._rewards: Tensor | None = None
         self._log_probs: Tensor | None = None
-        checks.check_settings(self, WEIGHT)
+        checks.check_settings(self.args)
+        checks.check_trainer(self, WEIGHT)
+
+    def _forget(self) -> None:
+        """Forget the latest rollout and its rewards, so that what is found later is new."""
+        self.rollout_func.drawn, self._rewards = None, None
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
@@ -97,7 +109,7 @@ class WeightedGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Generate and score as trl does, and put the weighted advantages in the place of its."""
         rollout: Rollout = self.rollout_func
-        rollout.drawn, self._rewards = None, None
+        self._forget()
         output: dict[str, Any] = super()._generate_and_score_completions(inputs)
         drawn, rewards = rollout.drawn, self._rewards
         if drawn is None or rewards is None:
@@ -156,13 +168,11 @@ class WeightedGRPOTrainer(GRPOTrainer):
 
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Tensor:
         """Compute the loss as trl does, and check that its gradient is the weighted one."""
-        self._log_probs = None
         loss: Tensor = super()._compute_loss(model, inputs)
         mask, advantages = inputs["completion_mask"], inputs["advantages"]
-        assert self._log_probs is not None
-        tolerance = self.rollout_func.tolerance
         given = inputs.get("sampling_per_token_logps")
-        checks.check_log_prob(self._log_probs, given, mask, tolerance)
+        checks.check_log_prob(self._log_probs, given, mask, self.rollout_func.tolerance)
+        self._log_probs = None  # the next loss must find its own
         divisor = len(advantages)
         if self.loss_type == "dr_grpo":
             divisor *= self.max_completion_length
