@@ -16,9 +16,9 @@ from torch import Tensor
 import cpsbs
 import cpsbs.trl
 from cpsbs.models.transformers.adapter import TransformersModel
-from cpsbs.trl import Rollout, checks
+from cpsbs.trl import Drawn, Rollout, checks
 from examples import trl_toy
-from examples.trl_toy import PROMPTS, is_right
+from examples.trl_toy import PROMPTS
 from tests.models import tiny
 
 TOKENIZER = trl_toy.make_tokenizer()
@@ -230,6 +230,22 @@ def test_rewards_see_the_weights_and_the_expected_reward_is_weighted() -> None:
 
 
 @needs_trl
+@pytest.mark.parametrize("design", ["stratified", "independent"])
+def test_a_process_has_the_advantages_of_its_own_prompts(design: str) -> None:
+    """Two processes, of which each knows the means of both."""
+    trainer = make(Rollout(design))
+    rows = [{"prompt": PROMPTS[i // K]} for i in range(4 * K)]
+    trainer._generate_and_score_completions(rows)
+    whole, values = trainer.rollout_func.drawn, torch.rand(4, K, dtype=torch.float64)
+    expected = trainer._advantages(whole, values)
+    means = (whole.weight * values).sum(-1)
+    for process, own in enumerate((slice(0, 2), slice(2, 4))):
+        part = Drawn(whole.beams[own], whole.weight[own], whole.token_log_prob[own])
+        trainer.accelerator = SimpleNamespace(process_index=process, gather=lambda _: means)
+        assert torch.allclose(trainer._advantages(part, values[own]), expected[own])
+
+
+@needs_trl
 def test_conversations_and_evaluation_work() -> None:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -370,39 +386,3 @@ def test_the_example_says_what_is_missing(
 def test_without_trl_an_error_says_how_to_install_it() -> None:
     with pytest.raises(ImportError, match=r"pip install 'cpsbs\[trl\]'"):
         _ = cpsbs.trl.WeightedGRPOTrainer
-
-
-def test_prompts_come_in_groups_of_equal_ones() -> None:
-    assert checks.first_of_groups(["a", "a", "b", "b"], 2) == ["a", "b"]
-    with pytest.raises(ValueError, match="prompts has 3 entries in this process, which are not"):
-        checks.first_of_groups(["a", "a", "b"], 2)
-    with pytest.raises(ValueError, match=r"prompts\[1\] is 'b', but its group"):
-        checks.first_of_groups(["a", "b", "b", "a"], 2)
-
-
-def test_a_loss_is_compared_with_its_value_by_hand() -> None:
-    terms = torch.tensor([2.0, -1.0])
-    checks.check_loss(torch.tensor(-0.25), terms, 4)
-    for wrong in (-0.26, 0.25, float("nan")):
-        with pytest.raises(ValueError, match=r"the weighted sum over completions is -0\.25"):
-            checks.check_loss(torch.tensor(wrong), terms, 4)
-
-
-def test_log_probabilities_are_compared_where_there_are_tokens() -> None:
-    own, mask = torch.tensor([[-1.0, -2.0, 9.0]]), torch.tensor([[1, 1, 0]])
-    drawn = torch.tensor([[-1.0, -2.01, 0.0]])
-    checks.check_log_prob(own, drawn, mask, 0.02)
-    for wrong in (drawn - 0.1, drawn * torch.nan):
-        with pytest.raises(ValueError, match="log p of a completion is -3 in the trainer's loss"):
-            checks.check_log_prob(own, wrong, mask, 0.02)
-    with pytest.raises(ValueError, match="has lost the log-probabilities"):
-        checks.check_log_prob(own, None, mask, 0.02)
-
-
-def test_a_rollout_refuses_a_trainer_without_weights() -> None:
-    with pytest.raises(ValueError, match=r"it must be a cpsbs\.trl\.WeightedGRPOTrainer"):
-        Rollout()(["a"], SimpleNamespace())
-
-
-def test_the_reward_of_the_example_is_that_of_the_right_answer() -> None:
-    assert is_right(["3 + 4 =", "9 + 9 ="], ["7", "1 9"]) == [1.0, 0.0]
