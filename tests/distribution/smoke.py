@@ -26,6 +26,7 @@ EXTRAS = {
     "parquet": "pyarrow",
     "plots": "matplotlib",
     "ray": "ray",
+    "trl": "trl",
 }
 """A package of every extra."""
 
@@ -81,7 +82,7 @@ def extras_are_absent() -> None:
 
 def missing_extras_are_named() -> None:
     """Check the errors of everything in the library that needs an extra."""
-    import cpsbs
+    import cpsbs.trl
     from cpsbs.experiments.engines import RayPool
     from cpsbs.experiments.figures import image
     from cpsbs.experiments.store import Store
@@ -95,6 +96,7 @@ def missing_extras_are_named() -> None:
             "parquet": lambda: Store(Path(folder)),
             "plots": lambda: image(None, "svg"),
             "ray": lambda: RayPool(None, 1),  # type: ignore[arg-type]
+            "trl": lambda: cpsbs.trl.WeightedGRPOTrainer,
         }
         for extra, function in needs.items():
             says_how(function, extra)

@@ -93,6 +93,11 @@ def _chosen(several: Sequence[Beams]) -> str:
     return "none"
 
 
+def has_own_baseline(beams: Beams) -> bool:
+    """Return whether a single beam has an unbiased baseline of its own, ``"loo"``."""
+    return not _obstacle(beams)
+
+
 def _obstacle(beams: Beams) -> str:
     """Return why the beams have no unbiased baseline of their own; nothing if they have one."""
     if beams.latest is not None:
