@@ -153,14 +153,12 @@ class MinimumRisk:
 
     def gradient_spread(self, pairs: Sequence[Pair], draws: int) -> tuple[float, float]:
         """Return the norm of the mean gradient over several draws, and its standard deviation."""
-        mean, square = 0.0, 0.0
-        total: Tensor | None = None
+        square, total = 0.0, torch.zeros(())
         for seed in range(draws):
             gradient = self._gradient(pairs, 10**6 + seed)
-            square += float(gradient.square().sum())
-            total = gradient if total is None else total + gradient
-        assert total is not None
-        mean = float(total.square().sum()) / draws**2
+            square += float(gradient.double().square().sum())
+            total = total.to(gradient) + gradient
+        mean = float(total.double().square().sum()) / draws**2
         return math.sqrt(mean), math.sqrt(max(0.0, square / draws - mean) * draws / (draws - 1))
 
     def _gradient(self, pairs: Sequence[Pair], seed: int) -> Tensor:

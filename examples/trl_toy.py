@@ -1,6 +1,6 @@
 """Reinforcement learning with trl: groups of different completions instead of independent ones.
 
-    python examples/trl_toy.py
+    python -m examples.trl_toy
 
 A tiny GPT-2 learns to add two digits. It first reads some right sums, until it gets a quarter of
 them, and then trains on rewards alone: 1 for the right answer, 0 for any other. One run has groups
@@ -16,76 +16,17 @@ import importlib.util
 import tempfile
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
-from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch import Tensor
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    PreTrainedTokenizerFast,
-    PrinterCallback,
-    TrainerCallback,
+from transformers import PrinterCallback, TrainerCallback
+
+from examples.adding import (
+    ANSWERS,
+    LONGEST,
+    PROMPTS,
+    exact_reward,
+    make_model,
+    make_tokenizer,
+    read_sums,
 )
-
-SUMS = [(a, b) for a in range(10) for b in range(10)]
-PROMPTS = [f"{a} + {b} =" for a, b in SUMS]
-ANSWERS = [" ".join(str(a + b)) for a, b in SUMS]
-LONGEST = 4
-"""The largest number of tokens of a completion; an answer has two digits and an end."""
-
-
-def make_tokenizer() -> Any:
-    """Return a tokenizer with a token for each digit and sign."""
-    words = ["<pad>", "<end>", "+", "=", *map(str, range(10))]
-    split = Tokenizer(WordLevel({word: i for i, word in enumerate(words)}))
-    split.pre_tokenizer = WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=split, eos_token="<end>", pad_token="<pad>")
-
-
-def make_model(tokenizer: Any, seed: int = 0) -> Any:
-    """Return a GPT-2 of one layer, with random weights and without dropout."""
-    torch.manual_seed(seed)
-    return GPT2LMHeadModel(
-        GPT2Config(
-            vocab_size=len(tokenizer),
-            n_positions=16,
-            n_embd=64,
-            n_layer=1,
-            n_head=4,
-            embd_pdrop=0,
-            attn_pdrop=0,
-            resid_pdrop=0,
-            bos_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=tokenizer.pad_token_id,
-        )
-    )
-
-
-def answer_log_prob(model: Any, tokenizer: Any) -> Tensor:
-    """Return [100] log p of the right answer to every sum, with its end."""
-    texts = [f"{p} {y} <end>" for p, y in zip(PROMPTS, ANSWERS, strict=True)]
-    data = tokenizer(texts, padding=True, padding_side="right", return_tensors="pt")
-    logits = model(data.input_ids, attention_mask=data.attention_mask).logits[:, :-1]
-    target = data.input_ids[:, 1:]
-    each = logits.log_softmax(-1).gather(-1, target[..., None])[..., 0]
-    of_prompt = len(tokenizer(PROMPTS[0]).input_ids) - 1
-    log_prob: Tensor = (each * data.attention_mask[:, 1:])[:, of_prompt:].sum(-1)
-    return log_prob
-
-
-def read_sums(model: Any, tokenizer: Any, until: float = 0.25) -> Any:
-    """Train a model on right sums until it gets a given share of them."""
-    optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
-    while True:
-        log_p = answer_log_prob(model, tokenizer)
-        if float(log_p.detach().exp().mean()) >= until:
-            return model
-        optimizer.zero_grad()
-        torch.autograd.backward(-log_p.mean())
-        optimizer.step()
 
 
 def is_right(prompts: list[str], completions: list[str], **_: Any) -> list[float]:
@@ -112,9 +53,7 @@ class ExactReward(TrainerCallback):
 
     def note(self, step: int, model: Any) -> None:
         """Note the exact reward of a model."""
-        with torch.no_grad():
-            log_p = answer_log_prob(model, self.tokenizer)
-        self.found[step] = float(log_p.exp().mean())
+        self.found[step] = exact_reward(model, self.tokenizer)
 
 
 def train(

@@ -18,10 +18,10 @@ import cpsbs.trl
 from cpsbs.models.transformers.adapter import TransformersModel
 from cpsbs.trl import Drawn, Rollout, checks
 from examples import trl_toy
-from examples.trl_toy import PROMPTS
+from examples.adding import PROMPTS, make_model, make_tokenizer, read_sums
 from tests.models import tiny
 
-TOKENIZER = trl_toy.make_tokenizer()
+TOKENIZER = make_tokenizer()
 K, PROMPTS_A_STEP, LONGEST = 4, 3, 4
 FACTOR = {"dr_grpo": 1 / LONGEST, "luspo": 1.0}
 """What the trainer's gradient is multiplied by."""
@@ -38,7 +38,7 @@ def digits(completions: list[str], **_: Any) -> list[float]:
 
 @cache
 def _gpt2() -> Any:
-    return trl_toy.read_sums(trl_toy.make_model(TOKENIZER), TOKENIZER, 0.4)
+    return read_sums(make_model(TOKENIZER), TOKENIZER, 0.4)
 
 
 def gpt2() -> Any:
@@ -368,7 +368,7 @@ def test_a_trainer_that_is_changed_later_is_noticed(name: str, value: Any, messa
 
 @needs_trl
 def test_the_example_learns() -> None:
-    model = trl_toy.read_sums(trl_toy.make_model(TOKENIZER), TOKENIZER, 0.25)
+    model = read_sums(make_model(TOKENIZER), TOKENIZER, 0.25)
     found = trl_toy.train(model, TOKENIZER, "stratified", steps=60)
     assert list(found) == [0, 12, 24, 36, 48, 60]
     assert found[60] > found[0] + 0.02

@@ -22,6 +22,7 @@ EXTRAS = {
     "metrics": "sacrebleu",
     "cli": "typer",
     "gguf": "gguf",
+    "meaning": "wordllama",
     "pandas": "pandas",
     "parquet": "pyarrow",
     "plots": "matplotlib",
