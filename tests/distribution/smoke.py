@@ -92,6 +92,7 @@ def missing_extras_are_named() -> None:
     with tempfile.TemporaryDirectory() as folder:
         needs: dict[str, Callable[[], object]] = {
             "transformers": lambda: cpsbs.load("en-fr"),
+            "meaning": cpsbs.keys.word_embeddings,
             "metrics": lambda: cpsbs.sentence_bleu("a text", "a text"),
             "pandas": beams.to_pandas,
             "parquet": lambda: Store(Path(folder)),
