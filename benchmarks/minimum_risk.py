@@ -70,7 +70,7 @@ def collected(folder: Path) -> dict[str, Any]:
     return {
         "machine": machine(),
         "settings": {name: values.pop() for name, values in settings.items()},
-        "embedded": {"dev": embedded["history"][0], "test": embedded["test"]},
+        "embedded": {"dev": runs[0]["history"][0], "test": embedded["test"]},
         "methods": {m: [r for r in runs if r["method"] == m] for m in METHODS},
     }
 

@@ -11,7 +11,18 @@ from typing import Any
 
 import pytest
 
-from benchmarks import answers, bars, causal_bars, front, gradients, more
+from benchmarks import (
+    answers,
+    bars,
+    causal_bars,
+    front,
+    gradients,
+    mbr,
+    mbr_time,
+    minimum_risk,
+    more,
+    utilities,
+)
 from benchmarks.estimators import tables
 from benchmarks.tables import into_readme
 from training.evaluate import shown
@@ -96,6 +107,60 @@ def test_the_page_on_gradients_shows_the_last_results() -> None:
     assert f"({lost[0]:.0f}% at K = 2 and {lost[1]:.0f}% at K = 4" in page
     ratio = own[-4, "stratified, cross", 4][0] / own[-4, "stratified, b = E f", 4][0]
     assert f"it has {ratio:.1f} times the deviation" in page
+
+
+def test_what_the_page_says_of_mbr_decoding() -> None:
+    file = "docs/how-to/mbr.md"
+    page, found = read(file), results("mbr_newstest2014")
+    shown_tables = mbr.tables(found, "newstest2014")
+    shown_tables |= mbr.tables(results("mbr_newstest2013"), "newstest2013")
+    shown_tables |= mbr_time.tables(results("mbr_time")) | utilities.tables(results("utilities"))
+    names = ("mbr_newstest2014", "mbr_newstest2014_gain", "mbr_newstest2013")
+    assert_shown(file, shown_tables, (*names, "mbr_time", "utilities"))
+    own = {(row["row"], row["size"]): row for row in found["rows"]}
+    sizes = (8, 16, 32, 64, 128)
+    best = own[mbr.BASELINE, 8]
+    for size in (32, 64):
+        row = own[mbr.DEFAULT, size]
+        gain, loss = row["chrF"] - best["chrF"], best["BLEU"] - row["BLEU"]
+        assert re.search(rf"gains {gain:.2f}(?: chrF)? and loses {loss:.2f}\b", page), size
+    for size in (32, 64, 128):
+        assert own[mbr.DEFAULT, size]["chrF − beam"][0] > 0.6
+        for (name, other), row in own.items():
+            if other == size and name != mbr.DEFAULT:
+                low = row["chrF − default"][1]
+                assert low <= 0, name
+    weighted = "beam search, p-weighted"
+    lead = [
+        own[weighted, size]["BLEU"]
+        - max(r["BLEU"] for (name, n), r in own.items() if n == size and name != weighted)
+        for size in sizes
+    ]
+    assert f"at every size**, by {min(lead):.1f} to {max(lead):.1f}" in page
+    lost = [-own["¼ beam + independent 0.7", size]["chrF − default"][0] for size in sizes]
+    assert f"loses {min(lost):.2f} to {max(lost):.2f} chrF" in page
+
+
+def test_the_page_on_gradients_shows_minimum_risk_training() -> None:
+    found, page = results("minimum_risk"), read("docs/how-to/gradients.md")
+    assert_shown("docs/how-to/gradients.md", minimum_risk.tables(found), ("minimum_risk",))
+
+    def mean(name: str, value: str) -> float:
+        runs = found["methods"][name]
+        if value == "spread":
+            return statistics.mean(run["history"][0]["spread"] for run in runs)
+        return (
+            statistics.mean(run["test"][value] for run in runs) - found["embedded"]["test"][value]
+        )
+
+    noise = mean("stratified", "spread") / mean("RLOO", "spread")
+    assert f"has {noise:.2f} times the standard deviation of RLOO's gradient" in page
+    assert f"RLOO would need {noise**-2:.1f} times as many" in page
+    assert (
+        f"it has {mean('stratified, cross', 'spread') / mean('RLOO', 'spread'):.2f} times" in page
+    )
+    gains = [f"{mean(name, 'BLEU'):.2f} for" for name in ("stratified", "RLOO")]
+    assert f"by {gains[0]} `stratified` and {gains[1]} RLOO" in page
 
 
 def test_the_model_card_shows_the_last_scores() -> None:
