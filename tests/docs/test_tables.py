@@ -148,10 +148,9 @@ def test_the_page_on_gradients_shows_minimum_risk_training() -> None:
     def mean(name: str, value: str) -> float:
         runs = found["methods"][name]
         if value == "spread":
-            return statistics.mean(run["history"][0]["spread"] for run in runs)
-        return (
-            statistics.mean(run["test"][value] for run in runs) - found["embedded"]["test"][value]
-        )
+            return float(statistics.mean(run["history"][0]["spread"] for run in runs))
+        before = found["embedded"]["test"][value]
+        return float(statistics.mean(run["test"][value] for run in runs) - before)
 
     noise = mean("stratified", "spread") / mean("RLOO", "spread")
     assert f"has {noise:.2f} times the standard deviation of RLOO's gradient" in page
