@@ -27,7 +27,7 @@ from torch import Tensor
 
 from benchmarks.tables import into_readme, table
 from cpsbs import TableModel
-from cpsbs.decisions.baselines import FEWEST_FOR_SBS
+from cpsbs.decisions.baselines import FEWEST
 from cpsbs.experiments.figures import PLOT, STYLES, image
 from cpsbs.extras import required
 from tests import laws
@@ -115,7 +115,13 @@ ESTIMATORS = [
     Estimator("independent, b = E f", "independent", fixed("independent")),
     Estimator("SBS", SBS, plain(SBS, "none"), finite_from=2),
     Estimator(
-        "SBS, loo", SBS, plain(SBS, "loo"), True, ABOVE_ONE, finite_from=FEWEST_FOR_SBS, drawn="-"
+        "SBS, loo",
+        SBS,
+        plain(SBS, "loo"),
+        True,
+        ABOVE_ONE,
+        finite_from=FEWEST["gumbel-top-k"],
+        drawn="-",
     ),
     Estimator(
         "SBS, normalised", SBS, plain(SBS, "auto", normalize=True), False, ABOVE_ONE, drawn="--"

@@ -147,9 +147,11 @@ class MinimumRisk:
             latest = [p.clone() for p in self.parameters]
             for p, mean in zip(self.parameters, self._average, strict=True):
                 p.copy_(mean)  # in place, so that recorded steps of the search see it
-            yield
-            for p, own in zip(self.parameters, latest, strict=True):
-                p.copy_(own)
+            try:
+                yield
+            finally:
+                for p, own in zip(self.parameters, latest, strict=True):
+                    p.copy_(own)
 
     def gradient_spread(self, pairs: Sequence[Pair], draws: int) -> tuple[float, float]:
         """Return the norm of the mean gradient over several draws, and its standard deviation."""

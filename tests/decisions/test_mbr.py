@@ -11,6 +11,8 @@ import torch
 
 import cpsbs
 from cpsbs import Beams, TableModel, estimate, mbr, search
+from cpsbs.decisions.expected import WeightedTexts
+from cpsbs.decisions.mbr import _pooled
 from cpsbs.decisions.plan import Part, Plan
 from cpsbs.utilities import Function
 
@@ -182,6 +184,33 @@ def test_only_unclear_decisions_get_more_evidence() -> None:
             assert c.behind >= 0 or not c.compared
 
 
+def test_rivals_that_cannot_be_told_apart_ask_for_no_evidence() -> None:
+    def draw(sources: list[int], number: int) -> Beams:
+        raise AssertionError("no evidence is needed")
+
+    best = max(TRUTH, key=lambda c: TRUTH[c])
+    own = [[best, best + "4"]]  # the utility looks at no more than three places
+    first = draws("stratified", 20, 1)
+    (found,) = mbr(own, first, UTILITY, decode=decode, confidence=0.9, draw=draw)
+    assert found.rounds == 1
+    assert found.text == best
+
+
+def test_more_rounds_have_more_degrees_of_freedom() -> None:
+    values = torch.rand(3, 4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    texts = WeightedTexts([["a"] * 4] * 3, None)
+    means = [texts.means(values), texts.means(values.flip(1)), texts.means(values / 2)]
+    pooled = _pooled(means)
+    assert bool((pooled.freedom > means[0].freedom).all())
+    assert bool((pooled.half_width(0.95) < means[0].half_width(0.95)).all())
+
+
+def test_certain_bounds_of_exact_evidence_need_no_bounds_of_the_utility() -> None:
+    (found,) = mbr([CANDIDATES], draws("stratified", 200, 1), overlap, decode=decode)
+    assert found.certain
+    assert all(c.lower == c.upper == pytest.approx(c.utility) for c in found.candidates)
+
+
 def test_dropped_candidates_keep_their_figures() -> None:
     found = adaptive(40, 5, 6, 0.8, k=8)
     dropped = [c for d in found for c in d.candidates if not c.compared]
@@ -213,8 +242,18 @@ def test_a_better_candidate_is_seldom_dropped() -> None:
         ({"candidates": [["a"]], "weights": [[-1.0]]}, "must be finite, at least 0"),
         ({"candidates": [["a"]], "weights": [[math.nan]]}, "must be finite, at least 0"),
         ({"candidates": [["a"]], "confidence": 0.9}, "confidence needs evidence that can be drawn"),
-        ({"candidates": [["a"]], "confidence": 1.5}, "confidence is 1.5; it must be between"),
-        ({"candidates": [["a"]], "rounds": 0}, "rounds is 0; it must be at least 1"),
+        (
+            {"candidates": [["a"]], "confidence": 1.5},
+            "confidence is 1.5; it must be a number between",
+        ),
+        ({"candidates": [["a"]], "evidence": 3}, "evidence is 3; it must be Beams, or a list"),
+        ({"candidates": [["a"]], "weights": 3}, "weights is 3; it must have a list of numbers"),
+        ({"candidates": [["a"]], "weights": [3]}, "it must have a list of numbers for each"),
+        ({"candidates": [["a"]], "confidence": "x"}, "confidence is 'x'; it must be a number"),
+        (
+            {"candidates": [["a"]], "rounds": 0},
+            "rounds is 0; it must be a whole number, at least 1",
+        ),
     ],
 )
 def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
@@ -247,6 +286,11 @@ def test_plans_name_unknown_designs() -> None:
         Plan.parse("stratifed:3")
     with pytest.raises(ValueError, match="design is 'top-k', which has no weights"):
         Plan.parse("evidence", design="top-k")
+
+
+def test_confidence_needs_a_design_with_an_error() -> None:
+    with pytest.raises(ValueError, match="design is 'arithmetic', a single beam of which gives no"):
+        Plan.parse("evidence", design="arithmetic", confidence=0.9)
 
 
 def test_plans_may_weight_by_probability() -> None:

@@ -241,7 +241,7 @@ def test_what_is_not_known_of_the_error_is_said() -> None:
 
 
 def test_the_best_unbiased_baseline_is_chosen() -> None:
-    for design, k in (("independent", 2), ("gumbel-top-k", 4), ("conditional-poisson", 2)):
+    for design, k in (("independent", 2), ("gumbel-top-k", 4), ("conditional-poisson", 3)):
         beams = drawn(design, k, joint=True)
         pairs = [forced(beams), forced(beams)]
         both = [risk(beams, f, x, b) for x, b in zip(pairs, ("auto", "loo"), strict=True)]
@@ -261,7 +261,7 @@ def test_the_best_unbiased_baseline_is_chosen() -> None:
         ("stratified", 3, "a single beam of stratified has no unbiased baseline of its own"),
         ("independent", 1, "a beam with k = 1 has nothing to leave out"),
         ("conditional-poisson", 3, "search with joint=True"),
-        ("gumbel-top-k", 3, "infinite variance; it needs k of at least 4"),
+        ("gumbel-top-k", 3, "the variance larger; it needs k of at least 4"),
     ],
 )
 def test_where_there_is_none_a_warning_says_why(design: str, k: int, reason: str) -> None:
@@ -272,6 +272,13 @@ def test_where_there_is_none_a_warning_says_why(design: str, k: int, reason: str
     if design != "gumbel-top-k":
         with pytest.raises(ValueError, match=f"baseline is 'loo', but .*{reason}"):
             risk(beams, f, forced(beams), "loo")
+
+
+def test_a_pair_of_conditional_poisson_sampling_is_not_its_own_baseline() -> None:
+    beams = drawn("conditional-poisson", 2, joint=True)
+    with pytest.warns(BaselineWarning, match="it needs k of at least 3"):
+        risk(beams, f, forced(beams))
+    risk(beams, f, forced(beams), "loo")
 
 
 def test_rounds_have_no_baseline_of_their_own() -> None:

@@ -128,6 +128,35 @@ def test_any_differentiable_function_can_be_forced() -> None:
     assert float(gradients[0].abs().sum()) > 0
 
 
+def test_functions_are_never_asked_what_follows_an_end() -> None:
+    table = {(): [0.2, 0.8], (1,): [0.5, 0.5], (1, 1): [1.0, 0.0]}
+
+    def scores(prefix: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([table[tuple(y)] for y in prefix.tolist()]).log()
+
+    model = FunctionModel(scores, 2, eos=0)
+    beams = search(model, 3, max_length=3, generator=0)
+    torch.testing.assert_close(log_prob(model, beams), beams.log_prob)
+
+
+def test_encoder_outputs_may_be_given_without_a_mask() -> None:
+    model = tiny.make("t5")
+    ids = tiny.prompts(model)["input_ids"][:1]
+    with torch.no_grad():
+        outputs = model.get_encoder()(input_ids=ids)
+    own = TransformersModel(model, encoder_outputs=outputs)
+    beams = drawn(own)
+    torch.testing.assert_close(log_prob(own, beams), beams.log_prob, atol=2e-5, rtol=1e-5)
+
+
+def test_divergences_are_finite_with_a_nucleus() -> None:
+    first, second = (TableModel.random(4, 3, seed=s) for s in (1, 2))
+    beams = search(first, 5, max_length=3, generator=0, nucleus=0.7)
+    found = token_scores(first, beams, other=second)
+    assert found.divergence is not None
+    assert bool(found.divergence.isfinite().all())
+
+
 def test_divergences_are_those_of_the_distributions() -> None:
     first, second = (TableModel.random(4, 3, seed=s) for s in (1, 2))
     beams = search(first, 100, max_length=3, generator=0)
@@ -148,5 +177,6 @@ def test_models_that_do_not_fit_are_refused() -> None:
         log_prob(model, beams)
     with pytest.raises(ValueError, match="model and other are one object"):
         token_scores(own, beams, other=own)
-    with pytest.raises(ValueError, match="block is -1; it must be at least 1"):
-        log_prob(own, beams, block=-1)
+    for block in (-1, 0):
+        with pytest.raises(ValueError, match=f"block is {block}; it must be at least 1"):
+            log_prob(own, beams, block=block)

@@ -22,7 +22,7 @@ ROWS = 10
 
 
 def decision_records(decisions: Decisions, with_evidence: bool) -> list[Record]:
-    """Return a dictionary for each decision, in which every candidate tells whether it is out.
+    """Return a dictionary for each decision, in which every candidate tells whether it was dropped.
 
     Args:
         decisions: the decisions.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from cpsbs.cli.stored import LONGEST, bounded_lines, number_in, parsed, to_line
+from cpsbs.cli.stored import bounded_lines, number_in, parsed, to_line
 from cpsbs.extras import required
 from cpsbs.search.export import COLUMNS, sequence_rows
 
@@ -112,7 +112,8 @@ class WideLines:
 class PlainTexts:
     """Text, with one field of each record on the line that has its number, and nothing else.
 
-    Nothing in the file tells which job wrote it, so that only the number of lines can be checked.
+    Nothing in the file tells which job wrote it, so that a file that is there already is never
+    taken for the result of this one.
 
     Args:
         field: the field.
@@ -133,17 +134,8 @@ class PlainTexts:
         out.write(b"\n" * (self._count - place))
 
     def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
-        """Check that there are as many lines as there should be, all of them text."""
-        count = 0
-        for count, line in enumerate(bounded_lines(stored), 1):
-            if len(line) > LONGEST or not line.endswith(b"\n"):
-                raise ValueError(f"line {count} is cut short, or too long")
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                raise ValueError(f"line {count} is not UTF-8") from error
-        if count != self._count:
-            raise ValueError(f"it has {count} lines instead of {self._count}")
+        """Refuse the file: nothing in it tells whether this command wrote it."""
+        raise ValueError("plain text does not tell which command wrote it")
 
     def read(self, file: Path) -> list[str]:
         """Return the lines of a complete file."""

@@ -126,7 +126,7 @@ def mbr_command(
         typer.Option(
             "--p-weighted",
             help="Weight the evidence by the model's probabilities instead of by the design's "
-            "weights. That is biased and tells no error, but works for beam search too "
+            "weights. That is biased and gives no error bar, but works for beam search too "
             "(--design top-k), and is good with few sequences.",
             rich_help_panel=DRAW,
         ),
@@ -267,7 +267,7 @@ def mbr_command(
             Draw(settings, seed),
             loaded,
             found,
-            None,  # on which no decision depends
+            None,  # references: no decision depends on them
             compute,
             continuous_batching=confidence is None,
             batch_size=batch_size or default_batch_size(loaded.model.device, largest),

@@ -34,10 +34,11 @@ from cpsbs.search.beams import Beams
 NAMES = ("auto", "none", "loo", "cross", "own")
 """The baselines that have a name."""
 
-FEWEST_FOR_SBS = 4
-"""The smallest K for which leaving one out has a finite variance in stochastic beam search. With
-t = e^−κ, small t has the density of t^K, and two weights have a product of the order of 1/t²; the
-expectation of its square, ∫ t^(K−4) dt, is finite at 0 for K ≥ 4."""
+FEWEST = {"gumbel-top-k": 4, "conditional-poisson": 3}
+"""The smallest K for which leaving one out is worth it. In stochastic beam search the variance is
+infinite below: with t = e^−κ, small t has the density of t^K, and two weights have a product of the
+order of 1/t², so that the expectation of its square, ∫ t^(K−4) dt, is finite at 0 for K ≥ 4. In
+conditional Poisson sampling with K = 2 a pair that is hardly ever drawn has a large weight."""
 
 LEAVE_ONE_OUT = ("independent", "gumbel-top-k", "conditional-poisson")
 """The designs whose beams have an unbiased baseline of their own."""
@@ -55,14 +56,10 @@ def baselines(several: Sequence[Beams], values: Sequence[Tensor], baseline: Any)
         values: f of their sequences, 0 in empty places.
         baseline: as for ``cpsbs.risk``.
     """
+    check_baseline(baseline)
     if not isinstance(baseline, str) and baseline is not None:
         return [_given(baseline, own) for own in values]
     name = "none" if baseline is None else baseline
-    if name not in NAMES:
-        raise ValueError(
-            f"baseline is {baseline!r}; it must be one of {', '.join(NAMES)}, a number, or a "
-            "tensor with a number for each source"
-        )
     if name == "auto":
         name = _chosen(several)
     if name == "cross":
@@ -71,17 +68,21 @@ def baselines(several: Sequence[Beams], values: Sequence[Tensor], baseline: Any)
     return [each(beams, own) for beams, own in zip(several, values, strict=True)]
 
 
+def check_baseline(baseline: Any) -> None:
+    """Raise a ValueError if there is no baseline of this name."""
+    if isinstance(baseline, str) and baseline not in NAMES:
+        raise ValueError(
+            f"baseline is {baseline!r}; it must be one of {', '.join(NAMES)}, a number, or a "
+            "tensor with a number for each source"
+        )
+
+
 def _chosen(several: Sequence[Beams]) -> str:
     """Return the name of the best baseline that keeps the gradient unbiased."""
     if len(several) > 1:
         return "cross"
     (beams,) = several
-    reason = _obstacle(beams)
-    if not reason and beams.design == "gumbel-top-k" and beams.k < FEWEST_FOR_SBS:
-        reason = (
-            f"leaving one out of k = {beams.k} sequences of {beams.design} has an infinite "
-            f"variance; it needs k of at least {FEWEST_FOR_SBS}"
-        )
+    reason = _reason_against(beams)
     if not reason:
         return "loo"
     warnings.warn(
@@ -94,8 +95,19 @@ def _chosen(several: Sequence[Beams]) -> str:
 
 
 def has_own_baseline(beams: Beams) -> bool:
-    """Return whether a single beam has an unbiased baseline of its own, ``"loo"``."""
-    return not _obstacle(beams)
+    """Return whether a single beam has a good unbiased baseline of its own, ``"loo"``."""
+    return not _reason_against(beams)
+
+
+def _reason_against(beams: Beams) -> str:
+    """Return why the beams should not be their own baseline; nothing if they are a good one."""
+    fewest = FEWEST.get(beams.design, 2)
+    if not _obstacle(beams) and beams.k < fewest:
+        return (
+            f"leaving one out of k = {beams.k} sequences of {beams.design} makes the variance "
+            f"larger; it needs k of at least {fewest}"
+        )
+    return _obstacle(beams)
 
 
 def _obstacle(beams: Beams) -> str:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from cpsbs.designs.variance import ROUNDING
 from cpsbs.estimation.uncertainty import one_beam_variance, student_quantile
-from cpsbs.estimation.weights import COMPLETE, SAME, log_weights_of, warn_of_far_sums
+from cpsbs.estimation.weights import COMPLETE, SAME, log_weights_of
 from cpsbs.search.beams import Beams
 
 
@@ -33,11 +33,13 @@ class Means:
     variance: Tensor
     """[B, d] their variances; NaN where they are not known."""
     freedom: Tensor
-    """[B] the degrees of freedom of the variances."""
+    """[B, d] the degrees of freedom of the variances."""
 
     def half_width(self, level: float) -> Tensor:
         """Return [B, d] how far the mean may be off at this one-sided level; inf if not known."""
-        half = student_quantile(level, self.freedom)[:, None] * self.variance.clamp(min=0).sqrt()
+        # To two decimals, so that few different quantiles have to be computed.
+        freedom, place = torch.unique(self.freedom.round(decimals=2), return_inverse=True)
+        half = student_quantile(level, freedom)[place] * self.variance.clamp(min=0).sqrt()
         return torch.where(half.isnan() | (self.variance < 0), math.inf, half)
 
 
@@ -52,9 +54,7 @@ class BeamEvidence:
 
     @cached_property
     def _log_weight(self) -> Tensor:
-        found = log_weights_of(self.beams, None)
-        warn_of_far_sums(found.exp().sum(-1), self.beams.design, self.normalize)
-        return found
+        return log_weights_of(self.beams, None)
 
     @cached_property
     def _log_norm(self) -> Tensor:
@@ -106,7 +106,8 @@ class BeamEvidence:
         variance, freedom = one_beam_variance(self.beams, self.weight, centred, log_norm, value)
         if variance is None:
             variance = torch.full_like(value, math.nan)
-        return Means(value, torch.where(self.exact[:, None], 0.0, variance), freedom)
+        variance = torch.where(self.exact[:, None], 0.0, variance)
+        return Means(value, variance, freedom[:, None].expand_as(value))
 
     def some(self, sources: list[int]) -> BeamEvidence:
         """Return the evidence of some of the sources."""
@@ -117,7 +118,11 @@ class BeamEvidence:
         seen = (self.probability[..., None] * values).sum(1)
         unseen = (1 - self.probability.sum(-1)).clamp(min=0)[:, None]
         unseen = torch.where(self.exact[:, None], 0.0, unseen)
-        return seen + unseen * low, seen + unseen * high
+
+        def end(limit: float) -> Tensor:  # 0 · inf would be NaN
+            return torch.where(unseen > 0, seen + unseen * limit, seen)
+
+        return end(low), end(high)
 
     @property
     def captured(self) -> Tensor:
@@ -156,12 +161,12 @@ class WeightedTexts:
         value = (self.weight[..., None] * values).sum(1)
         count = torch.tensor([len(own) for own in self.texts], dtype=torch.float64, device="cpu")
         if self.weights is not None:
-            return Means(value, torch.full_like(value, math.nan), count)
+            return Means(value, torch.full_like(value, math.nan), torch.ones_like(value))
         here = self.weight[..., None] > 0
         square = torch.where(here, values - value[:, None], 0.0).square().sum(1)
         variance = square / (count * (count - 1))[:, None]
         variance = torch.where(variance > ROUNDING * value.square(), variance, math.nan)
-        return Means(value, variance, (count - 1).clamp(min=1))
+        return Means(value, variance, (count - 1).clamp(min=1)[:, None].expand_as(value))
 
     def bounds(self, values: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
         """Return what is certain without probabilities: nothing but the two numbers."""

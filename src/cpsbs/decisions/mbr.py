@@ -8,7 +8,10 @@ the model says is often better. With a utility u(c, y), how good c is if y is th
 *Candidates* and *evidence* are two roles. Candidates may come from anywhere, such as beam search,
 because they are only compared; the evidence Y stands for the model, and needs weights. With the
 weights of a design without replacement U(c) is estimated without bias, no two evaluations are
-spent on the same sequence, and the error of U(c) and of the lead over the runner-up is known. The
+spent on the same sequence, and the error of U(c) and of the lead over the runner-up is known. (A
+candidate that is itself part of the evidence is overrated by (w(c) − p(c)) u(c, c), because it is
+there only when it was drawn: at most the order of 1/K, and nothing where its inclusion is certain.
+Later rounds of ``confidence`` are free of that.) The
 errors of two candidates rest on the same evidence, so that the error of their difference, which is
 *paired*, is much smaller than those of both.
 """
@@ -92,18 +95,18 @@ def mbr(
     where = torch.device(device or _device_of(given))
     texts = candidate_texts(candidates, decode)
     found = evidence_of(given, decode, weights, normalize, len(texts))
-    values = _values(chosen, texts, found, where)
-    alive = torch.tensor(
-        [[i < len(own) for i in range(values.shape[-1])] for own in texts], device="cpu"
-    )
-    first = Standing.of([(found, values)], alive, chosen.bounds)
-    if confidence is None:
-        return Decisions(_decisions(texts, first), chosen.name, found, texts)
-    if draw is None or not isinstance(found, BeamEvidence):
+    if confidence is not None and (draw is None or not isinstance(found, BeamEvidence)):
         raise ValueError(
             "confidence needs evidence that can be drawn again: Beams with weights, and draw, a "
             "function that draws more of them; or use TextModel.mbr"
         )
+    values = _values(chosen, texts, found, where)
+    alive = torch.tensor(
+        [[i < len(own) for i in range(values.shape[-1])] for own in texts], device="cpu"
+    )
+    if confidence is None or draw is None:
+        first = Standing.of([(found, values)], alive, chosen.bounds)
+        return Decisions(_decisions(texts, first), chosen.name, found, texts)
 
     def scored(sources: list[int], number: int, left: Tensor) -> tuple[Evidence, Tensor]:
         more = evidence_of(draw(sources, number), decode, None, normalize, len(sources))
@@ -131,6 +134,7 @@ class Standing:
         lower: [B, C] certain lower bounds of the utilities.
         upper: [B, C] certain upper bounds of the utilities.
         lead_lower: [B, C] certain lower bounds of the leads.
+        tied: [B, C] whether a candidate has the utilities of the best one on all of the evidence.
         captured: [B] the probability of the evidence of the first round.
         rounds: the number of rounds.
     """
@@ -144,11 +148,12 @@ class Standing:
         lower: Tensor,
         upper: Tensor,
         lead_lower: Tensor,
+        tied: Tensor,
         captured: Tensor,
         rounds: int,
     ) -> None:
         self.utility, self.lead, self.best, self.alive = utility, lead, best, alive
-        self.lower, self.upper, self.lead_lower = lower, upper, lead_lower
+        self.lower, self.upper, self.lead_lower, self.tied = lower, upper, lead_lower, tied
         self.captured, self.rounds = captured, rounds
 
     @staticmethod
@@ -178,12 +183,16 @@ class Standing:
             _tightest([end[0] for end in ends], 1),
             _tightest([end[1] for end in ends], -1),
             _tightest(least, 1),
+            torch.stack([(values == 0).all(1) for _, values in leads]).all(0),
             evidence[0][0].captured,
             len(evidence),
         )
 
     def trailing(self, risk: Tensor) -> Tensor:
-        """Return [B, C] which candidates the best one leads clearly.
+        """Return [B, C] which candidates the best one leads clearly, or cannot be told from it.
+
+        A candidate with the same utilities, such as one that differs in its spaces, would never
+        fall behind, whatever the evidence.
 
         Args:
             risk: [B] the chance that a lead may be called clear although there is none.
@@ -193,7 +202,7 @@ class Standing:
             lead = self.lead.value - self.lead.half_width(1 - one) > 0
             clear = torch.where((risk == one)[:, None], lead, clear)
         own = torch.zeros_like(self.alive).scatter_(1, self.best[:, None], True)
-        return (clear | (self.lead_lower > 0)) & self.alive & ~own
+        return (clear | self.tied | (self.lead_lower > 0)) & self.alive & ~own
 
     def some(self, places: list[int]) -> Standing:
         """Return the standing of some of the sources."""
@@ -209,6 +218,7 @@ class Standing:
             self.lower[places],
             self.upper[places],
             self.lead_lower[places],
+            self.tied[places],
             self.captured[places],
             self.rounds,
         )
@@ -224,12 +234,11 @@ def _pooled(means: Sequence[Means]) -> Means:
     value = torch.stack([m.value for m in means])
     scored = ~value.isnan()
     variance = torch.where(scored, torch.stack([m.variance for m in means]), 0.0)
-    freedom = torch.stack([m.freedom.to(variance) for m in means])[..., None]
+    freedom = torch.stack([m.freedom.to(variance) for m in means])
     total, count = variance.sum(0), scored.sum(0)
     own = total.square() / (variance.square() / freedom).sum(0)
-    # Of several functions, the one with the fewest degrees of freedom counts for all.
-    least = torch.where(own.isfinite(), own, math.inf).amin(-1).clamp(min=1)
-    return Means(value.nanmean(0), total / count.square(), least)
+    own = torch.where(own.isnan(), math.inf, own).clamp(min=1)
+    return Means(value.nanmean(0), total / count.square(), own)
 
 
 def _tightest(ends: Sequence[Tensor], sign: int) -> Tensor:
@@ -308,10 +317,10 @@ def _device_of(given: Any) -> torch.device:
 
 def check_adaptive(confidence: float | None, rounds: int) -> None:
     """Raise a ValueError if evidence cannot be drawn so often, or decisions cannot be so sure."""
-    if confidence is not None and not 0 < confidence < 1:
-        raise ValueError(f"confidence is {confidence}; it must be between 0 and 1")
-    if rounds < 1:
-        raise ValueError(f"rounds is {rounds}; it must be at least 1")
+    if confidence is not None and not (isinstance(confidence, int | float) and 0 < confidence < 1):
+        raise ValueError(f"confidence is {confidence!r}; it must be a number between 0 and 1")
+    if not isinstance(rounds, int) or rounds < 1:
+        raise ValueError(f"rounds is {rounds!r}; it must be a whole number, at least 1")
 
 
 def _decisions(texts: list[list[str]], standing: Standing) -> tuple[Decision, ...]:

@@ -34,6 +34,10 @@ DEFAULT_TEMPERATURE = 0.7
 """The default for the temperature of the evidence. All three were chosen on newstest2013; see
 docs/how-to/mbr.md."""
 
+UNKNOWN_ERROR = ("arithmetic", "sum-and-sample")
+"""Designs that rest on one random draw for a whole beam, which therefore tells nothing of its
+error."""
+
 SEED_STEP = 2**32
 """How far the seeds of the draws for one decision are apart: farther than people type."""
 
@@ -94,7 +98,7 @@ class Plan:
                     f"stratified:16 and {EVIDENCE}"
                 )
             if name != BEAM:
-                design_named(name)  # raises an error that lists the names
+                _check_design(name, candidates)
             parts.append(Part(name, int(number)))
         plan = Plan(tuple(parts), with_evidence, k, **more)
         check_adaptive(plan.confidence, plan.rounds)
@@ -103,12 +107,18 @@ class Plan:
         if plan.weights is None and not design_named(plan.design).estimates:
             raise ValueError(
                 f"design is {plan.design!r}, which has no weights; evidence needs a design that "
-                f"has them, such as 'stratified', or weights={PROBABILITY!r}, which is biased"
+                f"has them, such as 'stratified'; or weights={PROBABILITY!r} (--p-weighted), which "
+                "is biased"
             )
         if plan.weights is not None and plan.confidence is not None:
             raise ValueError(
                 f"confidence is {plan.confidence}, but evidence with weights={PROBABILITY!r} tells "
                 "no error; leave one of them out"
+            )
+        if plan.confidence is not None and plan.design in UNKNOWN_ERROR:
+            raise ValueError(
+                f"design is {plan.design!r}, a single beam of which gives no error bar; confidence "
+                "needs one that does, such as 'stratified'"
             )
         return plan
 
@@ -166,3 +176,11 @@ class Plan:
             draw=again,
             rounds=self.rounds,
         )
+
+
+def _check_design(name: str, candidates: str) -> None:
+    """Raise a ValueError that lists the designs if a part of the candidates names none of them."""
+    try:
+        design_named(name)
+    except ValueError as error:
+        raise ValueError(f"candidates is {candidates!r}: {error}") from error

@@ -29,7 +29,9 @@ from cpsbs.estimation.weights import COMPLETE, SAME
 from cpsbs.search.beams import Beams
 
 
-def entropy(beams: Beams, scores: TokenScores) -> Tensor:
+def entropy(
+    beams: Beams, scores: TokenScores, *, moved: bool = False, tolerance: float = TOLERANCE
+) -> Tensor:
     """Return [B] the estimate of the entropy H(p), with an unbiased estimate of ∇H as its gradient.
 
     With H_t the entropy of p(· | y_<t), H = E Σ_t H_t, and
@@ -42,13 +44,17 @@ def entropy(beams: Beams, scores: TokenScores) -> Tensor:
     Args:
         beams: the result of ``search`` with a design that has weights.
         scores: what ``token_scores(model, beams, entropy=True)`` returns.
+        moved: as for ``risk``.
+        tolerance: as for ``risk``.
     """
     if scores.entropy is None:
         raise ValueError("scores has no entropies; compute it by token_scores(…, entropy=True)")
-    return _sum_over_tokens(beams, scores.log_prob, scores.entropy)
+    return _sum_over_tokens(beams, scores.log_prob, scores.entropy, moved, tolerance)
 
 
-def divergence(beams: Beams, scores: TokenScores) -> Tensor:
+def divergence(
+    beams: Beams, scores: TokenScores, *, moved: bool = False, tolerance: float = TOLERANCE
+) -> Tensor:
     """Return [B] the estimate of KL(p ‖ q), with an unbiased estimate of its gradient.
 
     As for ``entropy``, with KL(p(· | y_<t) ‖ q(· | y_<t)) in the place of H_t. The gradient is with
@@ -57,13 +63,17 @@ def divergence(beams: Beams, scores: TokenScores) -> Tensor:
     Args:
         beams: the result of ``search`` with a design that has weights.
         scores: what ``token_scores(model, beams, other=q)`` returns.
+        moved: as for ``risk``.
+        tolerance: as for ``risk``.
     """
     if scores.divergence is None:
         raise ValueError("scores has no divergences; compute it by token_scores(…, other=model)")
-    return _sum_over_tokens(beams, scores.log_prob, scores.divergence)
+    return _sum_over_tokens(beams, scores.log_prob, scores.divergence, moved, tolerance)
 
 
-def _sum_over_tokens(beams: Beams, log_prob: Tensor, terms: Tensor) -> Tensor:
+def _sum_over_tokens(
+    beams: Beams, log_prob: Tensor, terms: Tensor, moved: bool, tolerance: float
+) -> Tensor:
     """Return [B] Σ w Σ_t of terms [B, K, T] that each depend on the tokens before it alone."""
     if log_prob.shape != beams.sequences.shape:
         raise ValueError(
@@ -73,6 +83,9 @@ def _sum_over_tokens(beams: Beams, log_prob: Tensor, terms: Tensor) -> Tensor:
     later = terms.detach().flip(-1).cumsum(-1).flip(-1) - terms.detach()
     surrogate = (terms + later * log_prob).sum(-1)
     weight = weights_of(beams)
+    (whole,) = checked_log_probs([beams], log_prob.sum(-1), moved, tolerance)
+    if moved:
+        weight = weight * importance_ratio(beams, whole)
     value = (weight * terms.detach().sum(-1)).sum(-1)
     return with_gradient(value, (weight * surrogate).sum(-1))
 

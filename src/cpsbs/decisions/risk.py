@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpsbs.decisions.baselines import baselines
+from cpsbs.decisions.baselines import baselines, check_baseline
 from cpsbs.estimation.arguments import Decode, check_function, checked_beams
 from cpsbs.estimation.estimate import FunctionValues
 from cpsbs.estimation.weights import log_weights_of, warn_of_far_sums
@@ -63,7 +63,7 @@ def risk(
             - a number, or a tensor [B], that does not depend on the beams, such as a mean over
               earlier steps; unbiased;
             - ``"none"``; unbiased, and the variance is large;
-            - ``"own"``, the beam's own estimate; biased by the order of 1/K;
+            - ``"own"``, the beam's own normalised estimate; biased by the order of 1/K;
             - ``"auto"``: "cross" for a list of beams, else "loo" where it can be had and has a
               finite variance, else none.
         decode: as for ``estimate``.
@@ -89,11 +89,12 @@ def risk(
     several = checked_beams(beams)
     weights = list(map(partial(weights_of, normalize=normalize), several))
     log_probs = checked_log_probs(several, log_prob, moved, tolerance)
-    values = function_values(several, f, decode)
-    if normalize and not (baseline is None or baseline == "auto"):
+    check_baseline(baseline)
+    if normalize and not (baseline is None or (isinstance(baseline, str) and baseline == "auto")):
         raise ValueError(
             f"baseline is {baseline!r}, but normalize=True brings its own; leave one of them out"
         )
+    values = function_values(several, f, decode)
     each = []
     offsets = values if normalize else baselines(several, values, baseline)
     parts = zip(several, weights, values, offsets, log_probs, strict=True)

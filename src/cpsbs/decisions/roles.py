@@ -8,6 +8,7 @@ from typing import Any
 
 from cpsbs.decisions.expected import BeamEvidence, Evidence, WeightedTexts
 from cpsbs.estimation.arguments import Decode
+from cpsbs.estimation.weights import warn_of_far_sums
 from cpsbs.search.beams import Beams
 
 NO_WEIGHTS = (
@@ -45,14 +46,14 @@ def evidence_of(
             "evidence is a list of Beams; give one Beams (a larger k is better evidence than "
             "several beams), and say which of them it is if the candidates are joined"
         )
-    count = len(several[0]) if several else len(given)
+    texts = [] if several else _texts(given, "evidence")
+    count = len(several[0]) if several else len(texts)
     if count != sources:
         raise ValueError(
             f"there are {sources} sources with candidates and {count} with evidence; there must "
             "be as many"
         )
     if not several:
-        texts = _texts(given, "evidence")
         _refuse_empty(texts)
         return WeightedTexts(texts, None if weights is None else _weights(weights, texts))
     beams = several[0].to("cpu")
@@ -61,6 +62,7 @@ def evidence_of(
     if weights is None:
         if beams.log_weight is None:
             raise ValueError(f"the evidence, drawn by {beams.design}, has no weights; {NO_WEIGHTS}")
+        warn_of_far_sums(beams.log_weight.exp().sum(-1), beams.design, normalize)
         return BeamEvidence(beams, texts, normalize)
     if not isinstance(weights, str):
         return WeightedTexts(texts, _weights(weights, texts))
@@ -120,9 +122,13 @@ def _refuse_empty(texts: list[list[str]]) -> None:
 
 def _weights(given: Any, texts: list[list[str]]) -> list[list[float]]:
     """Return the weights of every text, checked."""
-    if isinstance(given, str) or len(given) != len(texts):
-        raise ValueError(f"weights is {given!r:.80}; it must have a list for each source")
-    rows = [[float(w) for w in own] for own in given]
+    wrong = f"weights is {given!r:.80}; it must have a list of numbers for each source"
+    if isinstance(given, str) or not hasattr(given, "__len__") or len(given) != len(texts):
+        raise ValueError(wrong)
+    try:
+        rows = [[float(w) for w in own] for own in given]
+    except (TypeError, ValueError) as error:
+        raise ValueError(wrong) from error
     for source, (own, named) in enumerate(zip(rows, texts, strict=True)):
         if len(own) != len(named):
             raise ValueError(

@@ -59,6 +59,9 @@ def log_prob(
         checkpoint: whether to keep nothing of a block for the backward pass but its result, and to
             compute the block again when it is needed. That bounds memory by one block, and costs a
             second forward pass.
+
+    Models without ``force`` (``cpsbs.models.base.ForcedModel``) go step by step, and ``block`` and
+    ``checkpoint`` change nothing.
     """
     return token_scores(model, beams, block=block, checkpoint=checkpoint).log_prob.sum(-1)
 
@@ -81,7 +84,8 @@ def token_scores(
         entropy: whether to return the entropies of the tokens' distributions too.
         other: a model q of the same sources, to which the divergences are wanted; gradients do not
             go through it.
-        other_temperature: the temperature of q; by default that of the beams, with their nucleus.
+        other_temperature: the temperature of q; by default that of the beams. q is never truncated
+            to a nucleus, because the divergence would be infinite.
         block: as for ``log_prob``.
         checkpoint: as for ``log_prob``.
     """
@@ -89,7 +93,7 @@ def token_scores(
     settings = beams.settings
     tau, nucleus = settings.get("temperature", 1.0), settings.get("nucleus")
     own = (tau, nucleus)
-    theirs = own if other_temperature is None else (other_temperature, None)
+    theirs = (tau if other_temperature is None else other_temperature, None)
     if other is not None:
         _check(other, beams, "other")
         if other is model:
@@ -156,7 +160,7 @@ def _blocks(
     Sources whose longest sequences are of similar length come together, so that little is padding;
     inside a block sources ascend.
     """
-    size = block or BLOCK.get(beams.sequences.device.type, BLOCK["cpu"])
+    size = BLOCK.get(beams.sequences.device.type, BLOCK["cpu"]) if block is None else block
     if size < 1:
         raise ValueError(f"block is {block}; it must be at least 1")
     lengths = torch.where(beams.present, beams.lengths, 0)
@@ -212,6 +216,8 @@ def _columns(log_p: Tensor, tokens: Tensor, log_q: Tensor | None, entropy: bool)
     """Return [..., 3] log p of the tokens, and entropy and divergence if they are wanted."""
     own = log_p.gather(-1, tokens[..., None])[..., 0]
     nothing = torch.zeros_like(own)
+    if not entropy and log_q is None:
+        return torch.stack([own, nothing, nothing], dim=-1)
     # Where p is zero its logarithm is -inf, whose gradient would be NaN.
     finite = log_p.masked_fill(log_p.isneginf(), 0.0)
     p = log_p.exp()
@@ -233,6 +239,9 @@ def _check(model: SequenceModel, beams: Beams, name: str) -> None:
             f"{name} is a {type(model).__name__}; it must be a model with the sources of the "
             "beams, such as TransformersModel(model, **inputs) or TextModel.sequence_model(texts)"
         )
+    here, there = beams.sequences.device, torch.device(model.device)
+    if here.type != there.type:
+        raise ValueError(f"the beams are on {here}, and {name} on {there}; move them by beams.to()")
     if model.sources != len(beams):
         raise ValueError(
             f"{name} has {model.sources} sources; it must have those of the beams, {len(beams)}"

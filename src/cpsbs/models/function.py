@@ -63,8 +63,15 @@ class FunctionModel:
             source: [n] the source of each sequence.
             tokens: [n, T] the sequences, padded after their end.
         """
-        steps = range(tokens.shape[-1])
-        return torch.stack([self._of(tokens[:, :t], source) for t in steps], dim=1)
+        ends = torch.tensor(self.eos, dtype=tokens.dtype, device=tokens.device)
+        found = []
+        for t in range(tokens.shape[-1]):
+            # As in the search, the function is never asked what follows an end.
+            goes_on = (~torch.isin(tokens[:, :t], ends).any(-1)).nonzero()[:, 0]
+            scores = self._of(tokens[goes_on, :t], source[goes_on])
+            nothing = scores.new_zeros((len(tokens), scores.shape[-1]))
+            found.append(nothing.index_put((goes_on,), scores))
+        return torch.stack(found, dim=1)
 
     def _scores(self) -> Tensor:
         """Return the checked scores after the current prefixes."""

@@ -127,7 +127,7 @@ step. The result may be written into the last argument, whose hypotheses may be 
 
 @dataclass(frozen=True)
 class Found:
-    """Sources that have ended."""
+    """What a search found for sources that have ended: hypotheses, tokens and trace."""
 
     beam: Hypotheses
     """[n, K] their hypotheses."""

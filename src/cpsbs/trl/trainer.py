@@ -146,6 +146,8 @@ class WeightedGRPOTrainer(GRPOTrainer):
 
     def _of_other_prompts(self, means: Tensor) -> Tensor:
         """Return [B] for each prompt of all processes the mean over the others."""
+        if len(means) < 2 and not self.model.training:
+            return torch.zeros_like(means)  # nothing is learnt from an evaluation
         if len(means) < 2:
             raise ValueError(
                 f"baseline is {self.baseline!r}, which measures a prompt against the others of a "

@@ -38,10 +38,12 @@ def forced_logits(
         tokens: [n, T] the sequences, padded after their end.
     """
     before = torch.cat([prompt[source], tokens[:, :-1]], dim=-1)
-    forward = _parameters(model.forward)
+    # A wrapper with adapters passes everything on, and names nothing.
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    forward = _parameters(inner.forward)
     rows: dict[str, Any] = {name: value for name, value in inputs.items() if name in forward}
     if model.config.is_encoder_decoder:
-        rows = _encoded(model, rows, mask, source)
+        rows = _encoded(model, rows, mask, source, len(prompt))
         rows["decoder_input_ids"] = before
     else:
         rows = {name: _of(value, source, len(prompt)) for name, value in rows.items()}
@@ -60,13 +62,12 @@ def forced_logits(
 
 
 def _encoded(
-    model: Any, inputs: dict[str, Any], mask: Tensor | None, source: Tensor
+    model: Any, inputs: dict[str, Any], mask: Tensor | None, source: Tensor, sources: int
 ) -> dict[str, Any]:
     """Return the inputs of a decoder, whose encoder runs once for each different source."""
     inputs = {name: value for name, value in inputs.items() if not name.startswith("decoder_")}
     distinct, row = torch.unique_consecutive(source, return_inverse=True)
     outputs = inputs.pop("encoder_outputs", None)
-    sources = next(len(v) for v in [mask, *inputs.values()] if isinstance(v, Tensor))
     if outputs is None:
         encoder = model.get_encoder()
         takes = _parameters(encoder.forward)
