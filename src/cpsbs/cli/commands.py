@@ -263,7 +263,7 @@ def demo(
             for f in (Bleu([reference]), Entropy(rao_blackwell=True)):
                 console.print(str(estimate(beams, f, decode=loaded.decode)), markup=False)
         console.print(
-            "\nMore: cpsbs sample, estimate, answers, compare, designs, models; -h tells how."
+            "\nMore: cpsbs sample, estimate, answers, mbr, compare, designs, models; -h tells how."
         )
 
 
