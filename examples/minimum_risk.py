@@ -7,8 +7,8 @@ The model is trained to make E[BLEU of y against the reference] large, under its
 a temperature, from K sequences for each sentence. Methods differ in how these are drawn and in
 their baseline; everything else is the same. The weights are averaged over the last steps. While it
 trains, it reports BLEU and chrF of beam search with these on a development set, and how much the
-gradient of a fixed batch varies from draw to draw at the latest weights:
-its standard deviation, as a Euclidean norm. ``benchmarks.minimum_risk`` compares the methods.
+gradient of a fixed batch varies from draw to draw at the latest weights: its standard deviation, as
+a Euclidean norm. ``benchmarks.minimum_risk`` compares the methods.
 
 One GPU takes some minutes; a CPU is enough to try it with ``--steps 2 --batch 4``.
 """

@@ -4,9 +4,9 @@
 
 The tiny GPT-2 of ``adding.py`` has read some right sums and gets a quarter of them; now it trains
 on rewards alone, 1 for the right answer and 0 for any other. Every step draws four completions for
-each of 25 prompts. ``RLOO`` draws them independently, the others without replacement; all else is
-the same. The expected reward is known exactly. It takes less than two minutes on a
-CPU.
+each of 25 prompts: ``RLOO`` and ``independent`` with replacement, ``SBS`` and ``stratified``
+without. All else but the baseline is the same. The expected reward is known exactly. It takes less
+than two minutes on a CPU.
 """
 
 from __future__ import annotations

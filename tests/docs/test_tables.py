@@ -139,6 +139,10 @@ def test_what_the_page_says_of_mbr_decoding() -> None:
     assert f"at every size**, by {min(lead):.1f} to {max(lead):.1f}" in page
     lost = [-own["¼ beam + independent 0.7", size]["chrF − default"][0] for size in sizes]
     assert f"loses {min(lost):.2f} to {max(lost):.2f} chrF" in page
+    for size, unit in ((8, (" chrF", " BLEU over the default")), (16, ("", ""))):
+        adaptive, default = own["adaptive 0.7", size], own[mbr.DEFAULT, size]
+        chrf, bleu = (adaptive[m] - default[m] for m in ("chrF", "BLEU"))
+        assert f"with {size}, {chrf:.2f}{unit[0]} and {bleu:.2f}{unit[1]}" in page
 
 
 def test_the_page_on_gradients_shows_minimum_risk_training() -> None:
@@ -158,6 +162,15 @@ def test_the_page_on_gradients_shows_minimum_risk_training() -> None:
     assert (
         f"it has {mean('stratified, cross', 'spread') / mean('RLOO', 'spread'):.2f} times" in page
     )
+    seconds = {
+        name: statistics.mean(run["seconds_a_step"] for run in runs)
+        for name, runs in found["methods"].items()
+    }
+    more_time = [
+        100 * (seconds[name] / seconds["RLOO"] - 1) for name in ("stratified", "stratified, cross")
+    ]
+    assert f"a step takes {more_time[0]:.0f}% more time with `stratified`" in page
+    assert f"and {more_time[1]:.0f}% more with two searches" in page
     gains = [f"{mean(name, 'BLEU'):.2f} for" for name in ("stratified", "RLOO")]
     assert f"by {gains[0]} `stratified` and {gains[1]} RLOO" in page
 

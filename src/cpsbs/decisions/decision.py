@@ -68,7 +68,7 @@ class Decision:
 
     @property
     def text(self) -> str:
-        """The chosen text."""
+        """The text of the candidate that was chosen."""
         return self.candidates[0].text
 
     @property
@@ -139,7 +139,7 @@ class Decisions(Sequence[Decision]):
 
     @property
     def texts(self) -> list[str]:
-        """The chosen texts."""
+        """The text that was chosen for each source."""
         return [own.text for own in self._sources]
 
     def to_rows(self) -> list[dict[str, Any]]:

@@ -34,10 +34,6 @@ DEFAULT_TEMPERATURE = 0.7
 """The default for the temperature of the evidence. All three were chosen on newstest2013; see
 docs/how-to/mbr.md."""
 
-UNKNOWN_ERROR = ("arithmetic", "sum-and-sample")
-"""Designs that rest on one random draw for a whole beam, which therefore tells nothing of its
-error."""
-
 SEED_STEP = 2**32
 """How far the seeds of the draws for one decision are apart: farther than people type."""
 
@@ -115,7 +111,7 @@ class Plan:
                 f"confidence is {plan.confidence}, but evidence with weights={PROBABILITY!r} tells "
                 "no error; leave one of them out"
             )
-        if plan.confidence is not None and plan.design in UNKNOWN_ERROR:
+        if plan.confidence is not None and not design_named(plan.design).tells_error:
             raise ValueError(
                 f"design is {plan.design!r}, a single beam of which gives no error bar; confidence "
                 "needs one that does, such as 'stratified'"

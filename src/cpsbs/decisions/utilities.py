@@ -119,7 +119,7 @@ class Bleu(_Ngrams):
     order = 4
 
     def symbols(self, texts: Texts) -> Symbols:
-        """Return the words."""
+        """Return the texts as words, as sacrebleu's tokenizer 13a splits them."""
         return Symbols.of_words([[bleu_words(text) for text in own] for own in texts])
 
     def score(self, shared: Tensor, a: Tensor, b: Tensor) -> Tensor:

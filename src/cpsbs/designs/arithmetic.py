@@ -34,6 +34,7 @@ class Arithmetic(Independent):
 
     name = "arithmetic"
     summary = "arithmetic sampling: K samples spread evenly over the distribution"
+    tells_error = False
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
         """Return the randomly shifted lattice of codes, each with all of its bits."""

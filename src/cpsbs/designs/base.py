@@ -68,6 +68,9 @@ class Design(ABC):
     """Whether its beams have weights, so that expectations can be estimated from them."""
     needs_joint: ClassVar[bool] = False
     """Whether the error of an estimate from a single beam is known only with ``joint=True``."""
+    tells_error: ClassVar[bool] = True
+    """Whether a single beam can tell the error of an estimate; false for designs that rest on one
+    random draw for the whole beam."""
     trace: ClassVar[tuple[str, ...]] = ()
     """Names in ``Selection.state`` of the numbers that are kept for every step of every sequence,
     as ``Beams.trace``; they must be zero for picks that are certain."""

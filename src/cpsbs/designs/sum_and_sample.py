@@ -36,6 +36,7 @@ class SumAndSample(Design):
 
     name = "sum-and-sample"
     summary = "beam search for K − 1 sequences, and one sample of all others"
+    tells_error = False
 
     def begin(self, k: int, streams: Streams, sources: Tensor) -> Mapping[str, Tensor]:
         """Return -inf, the logarithm of the mass that was dropped so far."""
