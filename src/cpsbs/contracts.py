@@ -51,7 +51,8 @@ def check_design(design: Design, k: int = 3, seed: int = 0) -> None:
     - be hashable if it is ``recordable``;
     - if it reports inclusion probabilities, give a candidate the same one in every draw, pick
       candidates as often as they say, and have them sum to the expected number of picks, which is
-      K only where all places are filled; and likewise for joint inclusion probabilities of pairs,
+      K only where all places are filled; give the same ones by ``log_inclusion_at``, if it has
+      that; and likewise for joint inclusion probabilities of pairs,
       which it must report if it ``needs_joint``;
     - if its beams have weights, make Σ w f unbiased;
     - if it estimates the variance, estimate it at no less than half of what it is, on average, and
@@ -118,6 +119,7 @@ def _step_faults(design: Design, k: int, parents: int, tokens: int, seed: int) -
         yield from _pick_faults(design, candidates, selection)
         if selection.log_inclusion is not None:
             yield from _inclusion_faults(candidates, selection)
+            yield from _elsewhere_faults(design, candidates, selection, k)
         if joint and selection.joint_log_inclusion is not None:
             yield from _joint_faults(candidates, selection)
         elif joint and design.needs_joint:
@@ -219,6 +221,21 @@ def _inclusion_faults(candidates: Candidates, selection: Selection) -> Iterator[
             "sum",
             f"the inclusion probabilities of the candidates sum to {total:.6g}, but "
             f"{float(picked.mean()):.6g} are picked on average; these must be the same",
+        )
+
+
+def _elsewhere_faults(
+    design: Design, candidates: Candidates, selection: Selection, k: int
+) -> Iterator[Fault]:
+    """Yield a fault if ``log_inclusion_at`` contradicts what the design reports of its picks."""
+    found = design.log_inclusion_at(candidates, k, selection.index, selection)
+    if found is None or selection.log_inclusion is None:
+        return
+    here = selection.present
+    if not torch.allclose(found[here].exp(), selection.log_inclusion[here].exp(), atol=1e-9):
+        yield (
+            "elsewhere",
+            "log_inclusion_at gives a picked candidate another inclusion probability than select",
         )
 
 

@@ -56,6 +56,12 @@ class Arithmetic(Independent):
         bits = bits + length.log2()
         return one_each(candidates, token, {"code": code, "bits": bits})
 
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return None: given the rows so far, their codes are no longer uniform."""
+        return None
+
     def variance(
         self, drawn: DrawnSequences, weight: Tensor, values: Tensor, log_norm: Tensor | None
     ) -> tuple[Tensor | None, Tensor]:

@@ -127,6 +127,23 @@ class Design(ABC):
                 does not know them returns none.
         """
 
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return [B, n] the log-probability with which any candidates are picked; None if unknown.
+
+        It is given the parents, as ``Selection.log_inclusion`` is, and for the candidates that were
+        picked it is the same number. The search asks for it only where it keeps its path, for
+        people who want to see why a candidate was dropped.
+
+        Args:
+            candidates: what ``select`` was given.
+            k: K.
+            index: [B, n] the numbers of the candidates, parent·V + token.
+            selection: what ``select`` returned.
+        """
+        return None
+
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -206,6 +223,31 @@ class DrawingDesign(Design):
         drawn = self.draw(candidates.of(rows), k, own, joint)
         streams.put(rows, own)
         return _with_rows(kept, rows, drawn)
+
+    def drawn_log_inclusion(self, candidates: Candidates, k: int, index: Tensor) -> Tensor | None:
+        """Return [B, n] log π of candidates of sources with more than K; None if unknown.
+
+        Raises:
+            TooFewError: if some sources have no more than K candidates.
+        """
+        return None
+
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return [B, n] log π: 0 where a source has at most K candidates, which are all kept."""
+        certain = torch.zeros(index.shape, dtype=torch.float64, device=index.device)
+        _, parents, tokens = candidates.shape
+        if parents * tokens <= k:
+            return certain
+        try:
+            return self.drawn_log_inclusion(candidates, k, index)
+        except TooFewError as error:
+            rows = (~error.rows).nonzero()[:, 0]
+        if len(rows) == 0:
+            return certain
+        own = self.drawn_log_inclusion(candidates.of(rows), k, index[rows])
+        return None if own is None else certain.index_copy(0, rows, own)
 
 
 def _everything(values: Tensor, index: Tensor, k: int, joint: bool) -> Selection:

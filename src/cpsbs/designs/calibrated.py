@@ -17,10 +17,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from cpsbs.conditional_poisson.population import TooFewError
 from cpsbs.conditional_poisson.weights import CandidateWeights
 from cpsbs.designs.base import DrawingDesign
-from cpsbs.designs.conditional_poisson import draw_poisson
+from cpsbs.designs.conditional_poisson import draw_poisson, poisson_log_inclusion
 from cpsbs.designs.targets import find_targets
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
@@ -37,9 +39,22 @@ class Calibrated(DrawingDesign):
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Draw a conditional Poisson sample with the odds of the targets as weights."""
-        targets = find_targets(candidates, k)
-        if bool(targets.few.any()):
-            raise TooFewError(f"a source has no more than k = {k} candidates", targets.few)
-        offset = targets.offset + targets.log_scale[:, None]
-        weights = CandidateWeights(candidates.chunks, offset, True)
+        weights = _target_odds(candidates, k)
         return draw_poisson(weights, k, streams, joint, candidates.chunks.backend)
+
+    def drawn_log_inclusion(self, candidates: Candidates, k: int, index: Tensor) -> Tensor:
+        """Return [B, n] log π, exactly."""
+        return poisson_log_inclusion(_target_odds(candidates, k), k, index)
+
+
+def _target_odds(candidates: Candidates, k: int) -> CandidateWeights:
+    """Return the odds of the targets as weights.
+
+    Raises:
+        TooFewError: if some sources have no more than K candidates.
+    """
+    targets = find_targets(candidates, k)
+    if bool(targets.few.any()):
+        raise TooFewError(f"a source has no more than k = {k} candidates", targets.few)
+    offset = targets.offset + targets.log_scale[:, None]
+    return CandidateWeights(candidates.chunks, offset, True)

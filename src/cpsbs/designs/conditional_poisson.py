@@ -30,7 +30,7 @@ from torch import Tensor
 
 from cpsbs.backends.base import MOST_DRAWN, Backend
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
-from cpsbs.conditional_poisson.population import split
+from cpsbs.conditional_poisson.population import Population, split
 from cpsbs.conditional_poisson.sampling import draw, joint_log_inclusion_at, log_inclusion_at
 from cpsbs.conditional_poisson.weights import CandidateWeights, PlainWeights, Weights
 from cpsbs.designs.base import DrawingDesign
@@ -72,6 +72,10 @@ class ConditionalPoissonDesign(DrawingDesign):
         weights = self.candidate_weights(candidates, k)
         return draw_poisson(weights, k, streams, joint, candidates.chunks.backend)
 
+    def drawn_log_inclusion(self, candidates: Candidates, k: int, index: Tensor) -> Tensor:
+        """Return [B, n] log π, exactly."""
+        return poisson_log_inclusion(self.candidate_weights(candidates, k), k, index)
+
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
@@ -100,8 +104,7 @@ def draw_poisson(
     with torch.inference_mode():
         population = split(weights, k, "the model's scores")
         index = draw(population, 1, streams)[0]
-        row = torch.arange(len(index), device=index.device)[:, None]
-        y = population.relative(weights.take(row, index))
+        y = _relative(population, weights, index)
         log_inclusion = log_inclusion_at(population, y)
         pairs = joint_log_inclusion_at(population, y) if joint else None
     return Selection(
@@ -110,3 +113,20 @@ def draw_poisson(
         log_inclusion=log_inclusion.clone(),
         joint_log_inclusion=None if pairs is None else pairs.clone(),
     )
+
+
+def poisson_log_inclusion(weights: Weights, k: int, index: Tensor) -> Tensor:
+    """Return [B, n] the log inclusion probabilities of candidates in a conditional Poisson sample.
+
+    Raises:
+        TooFewError: if some sources have no more than K candidates.
+    """
+    with torch.inference_mode():
+        population = split(weights, k, "the model's scores")
+        return log_inclusion_at(population, _relative(population, weights, index)).clone()
+
+
+def _relative(population: Population, weights: Weights, index: Tensor) -> Tensor:
+    """Return [B, n] the log-weights of candidates, relative to their reference."""
+    row = torch.arange(len(index), device=index.device)[:, None]
+    return population.relative(weights.take(row, index))

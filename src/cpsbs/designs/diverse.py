@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.designs.base import Design
-from cpsbs.designs.top_k import largest
+from cpsbs.designs.top_k import largest, log_picked
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 
@@ -84,3 +84,9 @@ class Diverse(Design):
             scores.append(values)
         score = torch.cat(scores, dim=-1)
         return Selection(torch.cat(picked, dim=-1), score > -math.inf, state={"score": score})
+
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return [B, n] 0 for the candidates that were picked, and -inf for all others."""
+        return log_picked(index, selection)

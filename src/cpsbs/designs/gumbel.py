@@ -89,13 +89,17 @@ class GumbelTopK(Design):
             state={"score": values[:, :k], "threshold": threshold.expand(sources, k)},
         )
 
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return [B, n] log q of prefixes: how likely each was to beat the threshold so far."""
+        return _log_above(candidates.log_prob_of(index), selection.state["threshold"][:, :1])
+
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:
         """Return log q(y), given the threshold, and log p(y)/q(y)."""
-        excess = log_prob - state["threshold"]
-        log_q = (-torch.expm1(-excess.exp())).log()
-        log_q = torch.where(excess < -36, excess, log_q)  # 1 − exp(−x) = x for small x
+        log_q = _log_above(log_prob, state["threshold"])
         return log_q, log_prob - log_q
 
     def variance(
@@ -113,6 +117,13 @@ class GumbelTopK(Design):
         # The residuals of a ratio are from the same K sequences that the ratio was fitted to.
         scale = 1.0 if log_norm is None else drawn.k / (drawn.k - 1)
         return scale * terms.sum(1), effective_freedom(terms)
+
+
+def _log_above(log_prob: Tensor, threshold: Tensor) -> Tensor:
+    """Return log q, the log-probability that a Gumbel located at log p is above the threshold."""
+    excess = log_prob - threshold
+    log_q = (-torch.expm1(-excess.exp())).log()
+    return torch.where(excess < -36, excess, log_q)  # 1 − exp(−x) = x for small x
 
 
 def _gumbel(uniform: Tensor) -> Tensor:

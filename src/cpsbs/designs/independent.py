@@ -45,6 +45,13 @@ class Independent(Design):
         token, _, _ = invert(candidates, streams.uniform(row, (k,)))
         return one_each(candidates, token)
 
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return [B, n] log p(token | parent), with which the row of the parent draws the token."""
+        parent = candidates.parent_of(index)
+        return candidates.chunks.take_along(index) - candidates.log_total.gather(-1, parent)
+
     def log_weight(
         self, log_prob: Tensor, log_inclusion: Tensor | None, state: Mapping[str, Tensor]
     ) -> tuple[Tensor | None, Tensor | None]:

@@ -37,7 +37,7 @@ from torch import Tensor
 
 from cpsbs.designs.base import DrawingDesign
 from cpsbs.designs.rounding import INSIDE, SHARE, START, TRACE, event_variance, two_valued
-from cpsbs.designs.targets import Targets, find_targets
+from cpsbs.designs.targets import FORBIDDEN, Targets, find_targets
 from cpsbs.designs.variance import DrawnSequences, difference_variance, infinite_freedom
 from cpsbs.randomness import BELOW_ONE, Streams, shuffle_keys
 from cpsbs.scores.candidates import Candidates, Selection
@@ -85,6 +85,12 @@ class Stratified(DrawingDesign):
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Keep the heavy candidates, and draw light ones parent by parent."""
+        fused = candidates.chunks.backend.draw_stratified(
+            candidates, k, streams, FULL_SHARE, FORBIDDEN
+        )
+        return self._by_torch(candidates, k, streams) if fused is None else fused
+
+    def _by_torch(self, candidates: Candidates, k: int, streams: Streams) -> Selection:
         targets = find_targets(candidates, k)
         sources, parents, tokens = candidates.shape
         slot = torch.arange(k, device=targets.index.device)
@@ -151,6 +157,17 @@ class Stratified(DrawingDesign):
             present=present,
             log_inclusion=torch.where(is_heavy, 0.0, log_target),
             state={name: torch.where(is_heavy, 0.0, x) for name, x in state.items()},
+        )
+
+    def drawn_log_inclusion(self, candidates: Candidates, k: int, index: Tensor) -> Tensor:
+        """Return [B, n] the logarithm of the targets, which are met exactly."""
+        targets = find_targets(candidates, k)
+        log_u = candidates.chunks.take_along(index)
+        log_u = log_u + targets.offset.gather(-1, candidates.parent_of(index))
+        return (
+            (log_u + targets.log_scale[:, None])
+            .clamp(max=0.0)
+            .masked_fill(targets.few[:, None], 0.0)
         )
 
     def variance(

@@ -39,6 +39,19 @@ class TopK(Design):
         missing = (0, k - here)
         return Selection(pad(index, missing), pad(values > -math.inf, missing))
 
+    def log_inclusion_at(
+        self, candidates: Candidates, k: int, index: Tensor, selection: Selection
+    ) -> Tensor | None:
+        """Return [B, n] 0 for the candidates that were picked, and -inf for all others."""
+        return log_picked(index, selection)
+
+
+def log_picked(index: Tensor, selection: Selection) -> Tensor:
+    """Return [B, n] log π of a design in which nothing is random: π is 0 or 1."""
+    same = index[..., None] == selection.index[:, None, :]
+    picked = (same & selection.present[:, None, :]).any(-1)
+    return torch.where(picked, 0.0, -math.inf).to(torch.float64)
+
 
 def largest(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Return [B, K] the largest of the values [B, N] and their indices; -inf where N < K."""

@@ -17,20 +17,15 @@ prefixes were all evaluated, without asking the underlying model again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpsbs.models.base import (
-    SequenceModel,
-    StoppingModel,
-    check_scores,
-    check_stops,
-    eos_tokens,
-)
+from cpsbs.models.base import SequenceModel, check_scores, eos_tokens
 from cpsbs.models.trie import Trie, add_exp
+from cpsbs.models.wrapped import WrappedModel
 
 Process = Callable[[Tensor], Tensor]
 """From a model's scores [rows, V] to those of the distribution that is searched, by temperature and
@@ -55,7 +50,7 @@ class Evaluated:
     """[rows] the entropy of the next token; 0 unless it was asked for."""
 
 
-class ResidualModel:
+class ResidualModel(WrappedModel):
     """What is left of a model's distribution when the sequences of a trie are taken out.
 
     Args:
@@ -75,38 +70,13 @@ class ResidualModel:
         resting: Tensor | None = None,
         entropy: bool = False,
     ) -> None:
-        self._model, self._trie, self._process = model, trie, process
-        self._stopping = model if isinstance(model, StoppingModel) else None
+        super().__init__(model)
+        self._trie, self._process = trie, process
         self._eos = torch.empty(0, dtype=torch.int64, device=model.device)
         self._resting, self._keeps_entropy = resting, entropy
         self._steps = list[Evaluated]()
         self._node = self._parent = self._token = self._eos
         self._log_p = torch.empty(0, device=model.device)
-
-    @property
-    def sources(self) -> int:
-        """The number of sources."""
-        return self._model.sources
-
-    @property
-    def vocab_size(self) -> int:
-        """V, the size of the vocabulary."""
-        return self._model.vocab_size
-
-    @property
-    def eos(self) -> int | Sequence[int]:
-        """The token, or the tokens, that end a sequence."""
-        return self._model.eos
-
-    @property
-    def pad(self) -> int:
-        """The token that fills up a sequence after its end."""
-        return self._model.pad
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the scores."""
-        return self._model.device
 
     def start(self) -> Tensor:
         """Return the scores [sources, V] of the first token."""
@@ -128,9 +98,7 @@ class ResidualModel:
         This is called once in every step, with all extensions that do not end by their token.
         """
         self._note(parent, token)
-        stops = None
-        if self._stopping is not None:
-            stops = check_stops(self._stopping.stops(parent, token), len(parent))
+        stops = super().stops(parent, token)
         if self._resting is not None and len(self._steps) == 1:
             rests = self._resting[parent]
             stops = rests if stops is None else stops | rests

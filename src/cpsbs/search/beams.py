@@ -15,6 +15,7 @@ from torch import Tensor
 from cpsbs.designs import Design
 from cpsbs.randomness import Streams
 from cpsbs.search import export
+from cpsbs.search.path import Step
 from cpsbs.search.settings import SearchSettings
 
 if TYPE_CHECKING:
@@ -229,24 +230,6 @@ class Trail:
         return torch.where(at < 0, empty, found)
 
 
-@dataclass(frozen=True)
-class Step:
-    """What was selected at one step, for the sources that were still being searched."""
-
-    source: Tensor
-    """[b] the numbers of the sources."""
-    parent: Tensor
-    """[b, K] the place of the parent in the previous beam."""
-    token: Tensor
-    """[b, K] the token by which the parent was extended."""
-    present: Tensor
-    """[b, K] false for places that stayed empty."""
-    log_prob: Tensor
-    """[b, K] log p of the extended hypothesis."""
-    log_inclusion: Tensor | None
-    """[b, K] log of the inclusion probability at this step alone, given the previous beam."""
-
-
 @dataclass(frozen=True, eq=False, repr=False)
 class Beams:
     """K sequences for each of B sources, the most probable first.
@@ -283,7 +266,7 @@ class Beams:
     entropy: Tensor | None = None
     """[B, K] Σ_t H(p(· | y_<t)) along the path, with ``entropy=True``."""
     path: tuple[Step, ...] | None = None
-    """What was selected at every step, with ``path=True``."""
+    """What was offered and what was selected at every step, with ``path=True``."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """How the beams were made: design, k, temperature, nucleus, max_length, seed, model."""
     made_by: Design | None = None
