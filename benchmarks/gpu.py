@@ -1,7 +1,7 @@
 """On a GPU: selection against torch.topk, decoding against transformers' own beam search.
 
-    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [leak] [--json FILE]
-        [--source FILE] [--page FILE]
+    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [leak] [weights] [first]
+        [--json FILE] [--source FILE] [--page FILE]
 
 All ratios are of medians in one run on one card. A step is recorded once and then replayed; the
 first call, which records, does not count.
@@ -12,7 +12,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -22,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu_models import DEVICE, large, llama, marian
 from benchmarks.tables import into_readme, table
 from cpsbs import TransformersModel, load, search
 from cpsbs.backends import backend_for
@@ -30,7 +35,6 @@ from cpsbs.randomness import Streams, split_seed
 from cpsbs.scores.reading import beam_chunk_length, read
 
 Row = dict[str, object]
-DEVICE = torch.device("cuda")
 
 
 def medians(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -69,8 +73,8 @@ def selecting(name: str, scores: Tensor, k: int) -> Callable[[], object]:
     design = design_named(name)
     backend = backend_for(DEVICE)
     streams = Streams(split_seed(0, sources, DEVICE), sources, DEVICE, backend)
-    length = beam_chunk_length(parents, tokens, k, backend)
     terms = backend.power_sums(design.power_sums)
+    length = beam_chunk_length(parents, tokens, k, terms, backend)
     log_prob = torch.zeros((sources, parents), dtype=torch.float64, device=DEVICE).log_softmax(-1)
     row = torch.arange(sources, device=DEVICE)
     begun = design.begin(k, streams, row)
@@ -110,7 +114,7 @@ def selection() -> list[Row]:
             "topk": partial(flat.topk, k),
             "log-softmax and topk": partial(_log_softmax_and_topk, flat, k),
         }
-        for name in ("conditional-poisson", "gumbel-top-k", "top-k"):
+        for name in ("conditional-poisson", "stratified", "gumbel-top-k", "top-k"):
             functions[name] = selecting(name, scores, k)
             functions[f"{name}, recorded"] = recorded(selecting(name, scores, k))
         t = medians(functions, 30)
@@ -120,37 +124,6 @@ def selection() -> list[Row]:
             for name in functions
         ]
     return rows
-
-
-def marian() -> Any:
-    """6 + 6 layers, d = 512, V = 50,000."""
-    from transformers import MarianConfig, MarianMTModel
-
-    torch.manual_seed(0)
-    config = MarianConfig(
-        vocab_size=50_000, decoder_vocab_size=50_000, d_model=512, encoder_layers=6,
-        decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8,
-        encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_position_embeddings=512, eos_token_id=1,
-        pad_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,
-    )  # fmt: skip
-    model: Any = MarianMTModel(config)
-    return model.half().to(DEVICE).eval()
-
-
-def llama() -> Any:
-    """The shape of a Llama with one billion parameters."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, pad_token_id=0,
-    )  # fmt: skip
-    make: Any = LlamaForCausalLM
-    with DEVICE:
-        model = make(config)
-    return model.to(torch.bfloat16).eval()
 
 
 def decode(
@@ -212,8 +185,8 @@ def decoding() -> list[Row]:
 def corpus(source: Path) -> list[Row]:
     """Sentences a second of the embedded model, K = 5, from texts to tokens, longest first.
 
-    Ours with sentences that take the places of those that are through, half a batch at a time, and
-    batch after batch.
+    Ours with sentences that take the places of those that are through, as ``cpsbs sample`` does it
+    (half a batch or a whole one at a time), and batch after batch.
     """
     text = load("en-fr", device="cuda", dtype="float16")
     lines = source.read_text(encoding="utf-8").splitlines()
@@ -237,12 +210,12 @@ def corpus(source: Path) -> list[Row]:
             text.model.generate(**given, num_beams=5, max_new_tokens=128).cpu()
 
     runs: dict[tuple[int, str], Callable[[], None]] = {}
-    for size in (64, 256, 1024):
-        for design in ("conditional-poisson", "gumbel-top-k", "top-k"):
-            runs[size, f"{design}, refilled by halves"] = partial(ours, size, size // 2, design)
-            runs[size, f"{design}, batch after batch"] = partial(one_by_one, size, design)
-    for size in (64, 256, 1024, len(lines)):
-        runs[size, "transformers"] = partial(theirs, size)
+    for design in ("conditional-poisson", "stratified", "top-k"):
+        runs[64, f"{design}, refilled as a whole"] = partial(ours, 64, 64, design)
+        runs[64, f"{design}, batch after batch"] = partial(one_by_one, 64, design)
+        runs[1024, f"{design}, refilled by halves"] = partial(ours, 1024, 512, design)
+        runs[1024, f"{design}, batch after batch"] = partial(one_by_one, 1024, design)
+    runs[len(lines), "transformers"] = partial(theirs, len(lines))
     speed: dict[tuple[int, str], float] = {}
     for (size, name), run in runs.items():
         seconds = []
@@ -300,6 +273,80 @@ def scaling() -> list[Row]:
     return rows
 
 
+def weights() -> list[Row]:
+    """Milliseconds of a further step, against one reading of the weights at a copy's speed."""
+    buffer, copy = (torch.empty(2**31, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    rate = 2 * buffer.nbytes / medians({"copy": partial(copy.copy_, buffer)}, 10)["copy"]
+    del buffer, copy
+    rows: list[Row] = []
+    shapes: dict[str, Callable[[], Any]] = {
+        "1B": llama,
+        "7B": partial(large, 4096, 11_008, 32, 32, 32_000),
+    }
+    for name, make in shapes.items():
+        model = make()
+        held = sum(x.nbytes for x in model.parameters())
+        ids = torch.randint(2, model.config.vocab_size, (8, 32), device=DEVICE)
+        mine = [
+            row
+            for row in decode(model, ids, 10, 64, ("conditional-poisson", "stratified"), 3)
+            if row["what"] != "transformers"
+        ]
+        for row in mine:
+            step, reading = row["ms a further step"], 1e3 * held / rate
+            assert isinstance(step, float)
+            rows.append(
+                {
+                    "shape": name,
+                    "batch": 8,
+                    "k": 10,
+                    "what": row["what"],
+                    "ms a further step": step,
+                    "ms for reading the weights": reading,
+                    "times as long": step / reading,
+                }
+            )
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+FIRST = """
+import time
+start = time.perf_counter()
+import cpsbs, torch
+model = cpsbs.load("en-fr", device="cuda", dtype="float16")
+torch.cuda.synchronize()
+loaded = time.perf_counter()
+model.beams(["The museum opens at nine."], k=5, design={design!r}, seed=0).sequences.cpu()
+print(loaded - start, time.perf_counter() - loaded)
+"""
+
+
+def first() -> list[Row]:
+    """Seconds until the first result in a fresh process, with and without compiled kernels."""
+    rows: list[Row] = []
+    for design in ("stratified", "conditional-poisson"):
+        with tempfile.TemporaryDirectory() as folder:
+            for kernels in ("compiled now", "found on disk"):
+                done = subprocess.run(
+                    [sys.executable, "-c", FIRST.format(design=design)],
+                    env={**os.environ, "TRITON_CACHE_DIR": folder},
+                    check=True, capture_output=True, text=True,
+                )  # fmt: skip
+                loading, result = map(float, done.stdout.split()[-2:])
+                rows.append(
+                    {
+                        "design": design,
+                        "kernels": kernels,
+                        "seconds for loading": loading,
+                        "seconds for the first result": result,
+                    }
+                )
+    return rows
+
+
 def leak(steps: int = 1000) -> list[Row]:
     """Memory after searches of some steps in all."""
     model = marian()
@@ -324,6 +371,8 @@ def main() -> None:
         "decoding": decoding,
         "scaling": scaling,
         "leak": leak,
+        "weights": weights,
+        "first": first,
     }
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", help="some of these", choices=[[], *parts, "corpus"])

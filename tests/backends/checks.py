@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import fields
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cpsbs import ConditionalPoisson, FunctionModel, search
 from cpsbs.backends import backend_for
-from cpsbs.backends.triton.kernels import POWER_SUMS, noise, poisson
+from cpsbs.backends.triton.kernels import POWER_SUMS, finding, layers, noise, poisson
 from cpsbs.backends.triton.kernels.extending import close_rows
-from cpsbs.backends.triton.kernels.reading import find_head
+from cpsbs.backends.triton.kernels.finding import find_head
 from cpsbs.conditional_poisson.weights import CandidateWeights
-from cpsbs.designs import Candidates, GumbelTopK, Selection
+from cpsbs.designs import Candidates, GumbelTopK, Selection, Stratified
 from cpsbs.randomness import Counters, Streams
 from cpsbs.scores import reading
 from cpsbs.search import recursion
@@ -187,6 +190,10 @@ def check_head(device: str) -> None:
             offset[1, -1] = math.nan
             values[1, -tokens:] = -math.inf
         head = find_head(table, offset, m, "log-probability")
+        with patch.object(finding, "MOST_HELD", 0):  # as for more chunks
+            other = find_head(table, offset, m, "log-probability")
+        for part in fields(head):
+            assert torch.equal(getattr(head, part.name), getattr(other, part.name))
         expected = values.topk(m).values
         # In float32, equal ones may change places.
         torch.testing.assert_close(head.values, expected, rtol=0, atol=1e-5)
@@ -310,6 +317,60 @@ def check_gumbel(device: str) -> None:
             assert there.sum(-1)[[1, 2]].tolist() == [min(parents, k), 1]
 
 
+def check_stratified(device: str) -> None:
+    """Against the reference with the same random numbers, draw for draw."""
+    minus, design = -math.inf, Stratified()
+    cases: list[tuple[tuple[int, int, int], int, int, float, torch.dtype, float]] = [
+        ((9, 3, 300), 3, 64, 1.0, torch.float32, 2.0),
+        ((3, 5, 100), 12, 64, 0.7, torch.float16, 1.0),  # more places than chunks
+        ((2, 4, 400), 4, 64, 1.0, torch.float32, 0.1),  # no heavy candidates
+        ((2, 6, 2500), 40, 256, 1.3, torch.bfloat16, 4.0),  # more than are compared together
+        ((1, 1, 70_000), 2, 64, 1.0, torch.float32, 2.0),  # more chunks than are added up together
+        ((1, 40, 200), 40, 64, 1.0, torch.float32, 6.0),  # more parents than are compared together
+    ]
+    for (sources, parents, tokens), k, length, temperature, dtype, scale in cases:
+        if device == "cuda":
+            sources = 20 * sources if sources < 9 else sources
+        scores = random_scores(device, sources, parents, tokens, scale=scale).to(dtype)
+        log_prob = random_scores(device, sources, parents, seed=1).double().log_softmax(-1)
+        past = -random_scores(device, sources, parents, seed=2).double().abs() / 2
+        if sources == 9:
+            scores[0, 1, 1:], scores[0, 1, 0] = minus, 0.0  # a finished parent
+            scores[1, :, 1:], scores[1, :, 0] = minus, 0.0  # as many candidates as places
+            log_prob[2, 1:] = minus  # one parent
+            log_prob[3, 1:], scores[3, 0, 2:] = minus, minus  # fewer candidates than places
+            scores[4] = 0.0
+            scores[5, 0, 64:] = minus
+            scores[6] *= 50  # all heavy but for rounding
+            scores[7, :, 3:] = -1e30  # forbidden by a large negative score
+            log_prob[8], scores[8, 0] = torch.tensor([0.0, -50.0, -60.0]), minus
+            scores[8, 0, 9] = 0.0
+        table = reading.read(scores, temperature, length, 1, backend=backend_for(scores.device))
+        finished = torch.zeros_like(log_prob, dtype=torch.bool)
+        candidates = Candidates(log_prob, table, finished, {}, past)
+        streams = Streams(None, sources, torch.device(device), backend_for(device))
+        seeds = torch.arange(sources, device=device) + 11
+        streams.counters = Counters(seeds, seeds % 3)
+        for _ in range(2):
+            other = streams.copy()
+            found = design.draw(candidates, k, streams, joint=False)
+            expected = design._by_torch(candidates, k, other)
+            assert other.counters is not None
+            assert torch.equal(streams.counters.counts, other.counters.counts)
+            assert torch.equal(found.present, expected.present)
+            there = found.present
+            assert torch.equal(found.index[there], expected.index[there])
+            assert bool(((found.index >= 0) & (found.index < parents * tokens)).all())
+            pairs = [(found.log_inclusion, expected.log_inclusion)]
+            pairs += [(own, expected.state[name]) for name, own in found.state.items()]
+            for own, given in pairs:
+                assert own is not None
+                assert given is not None
+                torch.testing.assert_close(own[there], given[there], rtol=2e-6, atol=2e-6)
+        if sources == 9:
+            assert there.sum(-1)[[1, 3]].tolist() == [3, 2]
+
+
 def check_noise(device: str) -> None:
     """Uniform, and each row's by its own seed and count."""
     seeds = torch.tensor([5, 6, 5], device=device)
@@ -321,6 +382,28 @@ def check_noise(device: str) -> None:
     assert 0 <= float(x.min()) < 1e-2
     assert 1 - 1e-2 < float(x.max()) < 1
     assert abs(float(x.mean()) - 0.5) < 5 * math.sqrt(1 / 12 / x.numel())  # false alarms < 1e-6
+
+
+def check_layers(device: str) -> None:
+    """Against the operators of transformers, in float64."""
+    rows, dim = 3, 40
+    for dtype, error in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        x, other = (random_scores(device, rows, dim, seed=i).to(dtype) for i in range(2))
+        weight = random_scores(device, dim, seed=2).to(dtype)
+        out = torch.empty_like(x)
+        layers.rms_norm(x, weight, 1e-5, out)
+        exact = torch.nn.functional.rms_norm(x.double(), (dim,), weight.double(), 1e-5)
+        torch.testing.assert_close(out.double(), exact, rtol=error, atol=error)
+        exact = torch.nn.functional.silu(x.double()) * other.double()
+        layers.silu_times(x, other)
+        torch.testing.assert_close(x.double(), exact, rtol=error, atol=error)
+        q, k = (random_scores(device, rows, heads, 8).to(dtype) for heads in (6, 2))
+        for angles in (rows, 1):
+            cos, sin = (random_scores(device, angles, 8, seed=i).to(dtype) for i in range(2))
+            exact_q, exact_k = apply_rotary_pos_emb(q.double(), k.double(), cos, sin)
+            layers.rotate(q, k, cos, sin)
+            torch.testing.assert_close(q.double(), exact_q, rtol=error, atol=10 * error)
+            torch.testing.assert_close(k.double(), exact_k, rtol=error, atol=10 * error)
 
 
 def check_closing(device: str) -> None:
@@ -366,7 +449,9 @@ CHECKS: list[Callable[[str], None]] = [
     check_special_rows,
     check_forced,
     check_gumbel,
+    check_stratified,
     check_noise,
     check_closing,
+    check_layers,
     check_search,
 ]

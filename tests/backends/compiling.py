@@ -20,17 +20,18 @@ TYPES = {
     "*fp64": "head offset again reach partial cosines sines back tail_real tail_imaginary binomials"
     " picked tilts turned probability log_normalizer inverse_temperature lifts log_prob log_total"
     " values log_inclusion new_log_prob new_log_inclusion selected_log_inclusion out"
-    " score threshold new_score new_threshold",
+    " score threshold new_score new_threshold shifted until notes inclusion trace_start"
+    " trace_inside trace_share",
     "*i64": "head_index seeds counts index rows found length parent eos new_token new_length tops"
-    " position",
-    "*i32": "slot_of bits chosen keys near places place",
+    " position drawn",
+    "*i32": "slot_of bits chosen keys near places place order",
     "*i1": "present finished new_present new_finished broken selected",
     "*fp32": "maxima sums",
-    "*fp16": "scores states query new_keys new_values mask bias logits",
+    "*fp16": "scores states query new_keys new_values mask bias logits x weight factor",
     "i32": "k m slots parents tokens chunks blocks table stride each ends pad capacity sources"
     " heads inner dim q_row q_head nk_row nk_head nv_row nv_head m_row m_head m_place b_row b_head"
-    " b_place",
-    "fp32": "log_low log_high log_limit scaling",
+    " b_place cos_row kv_heads count",
+    "fp32": "log_low log_high log_limit scaling eps",
 }
 """The types of arguments by their names, which mean the same in nearly all kernels."""
 
@@ -41,6 +42,8 @@ HALF = dict.fromkeys(("out", "keys", "values"), "*fp16")
 ATTENTION = HALF | {"DIM": 64, "PADDED_DIM": 64, "PADDED": 16, "BLOCK": 16}
 ROWS = {"parents": "*i64", "PADDED": 8}
 PERTURBED = {"keys": "*i64", "num_warps": 8}
+
+STRATIFIED = {"GROUP": 16, "FULL_SHARE": 0.05, "FORBIDDEN": 1e12, "num_warps": 8}
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
     "attention._own": [
@@ -58,15 +61,28 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gumbel._choose_chunks": [PERTURBED | {"BLOCK": 8192, "num_warps": 16}],
     "gumbel._member_scores": [PERTURBED | {"GROUP": 16}],
     "gumbel._choose": [PERTURBED | {"BLOCK": 2048}],
+    "layers._rms": [{"out": "*fp16", "BLOCK": 2048}],
+    "layers._rotate": [{"HALF": 32, "HEADS": 32, "KV_HEADS": 8}],
+    "layers._silu": [{"BLOCK": 2048}],
     "logits._add": [{"out": "*fp16", "BLOCK": 4096, "num_warps": 8}],
     "noise._uniform": [{"BLOCK": 1024}],
-    "poisson_programs.without_head": [{"GROUP": 16}],
+    "poisson_programs.without_head": [{"GROUP": 16, "TERMS": 8}],
     "poisson_programs.tail": [{"num_warps": 8}],
     "poisson_programs.draw": [{"GROUP": 16, "num_warps": 8}],
     "poisson_programs.inclusion": [{}],
-    "reading._read": [{"TERMS": 8, "GROUP": 32, "inverse_temperature": "fp32"}],
+    "reading._read": [{"TERMS": 8, "GROUP": 32, "RUN": 16, "inverse_temperature": "fp32"}],
     "reading._normalize": [{"BLOCK": 512}],
-    "reading._find": [{"KIND": "odds", "num_warps": 16}],
+    "stratified_programs.begin": [{"PARENTS": 16}],
+    "stratified_programs.masses": [{}],
+    "stratified_programs.draw": [
+        STRATIFIED | {"PLACES": 2, "PARENTS": 2, "STRIDE": 1},
+        STRATIFIED | {"PLACES": 32, "PARENTS": 8, "STRIDE": 32},
+        STRATIFIED | {"PLACES": 8, "PARENTS": 64, "LENGTH": 256, "STRIDE": 1024},
+    ],
+    "finding._find": [
+        {"KIND": "odds", "HELD": 16384, "MEMBERS": 8192, "num_warps": 16},
+        {"KIND": "log-probability", "HELD": 0, "MEMBERS": 2048, "num_warps": 16},
+    ],
 }
 """What each kernel is compiled with, on top of the above or instead of it."""
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from cpsbs import backends
 from cpsbs.backends.base import Backend, FixedSteps, OrdinarySteps
+from cpsbs.backends.cpu import backend
 from cpsbs.backends.triton.fixed_steps import begin
 
 
@@ -31,4 +31,4 @@ FIXING = FixingBackend()
 
 def fix_rows_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let searches on a CPU use this backend."""
-    monkeypatch.setattr(backends, "TORCH", FIXING)
+    monkeypatch.setattr(backend, "COMPILED", FIXING)

@@ -126,7 +126,7 @@ def test_a_recorded_search_stays_the_same(design: str) -> None:
     assert any(ended) or design == "top-k"
 
 
-@pytest.mark.parametrize("design", ["conditional-poisson", "gumbel-top-k", "top-k"])
+@pytest.mark.parametrize("design", ["conditional-poisson", "gumbel-top-k", "top-k", "stratified"])
 def test_sources_that_join_later_get_what_they_get_alone(design: str) -> None:
     """In float32, where rounding does not decide; each source has its own random numbers."""
     model = load("en-fr", device="cuda", dtype="float32")

@@ -16,7 +16,7 @@ from transformers import LogitsProcessor
 
 from cpsbs import TransformersModel
 from cpsbs.backends import TORCH, backend_for
-from cpsbs.backends.triton import layers, pool, workspace
+from cpsbs.backends.triton import kept, layers, pool, workspace
 from cpsbs.backends.triton.fixed_steps import FixedShapeSteps
 from tests.backends.fixing import FIXING
 from tests.models.tiny import MODELS, make, prompts
@@ -184,11 +184,11 @@ def test_what_is_kept_ends_with_the_model() -> None:
 
 
 def test_few_workspaces_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "MOST_IDLE", 2)
+    monkeypatch.setattr(kept, "MOST_KEPT", 2)
     model = build("llama")
     for k in (1, 2, 3, 4):
         assert Pair(model, k).fix(3)
-    shapes = [w.shape.k for w in pool.pool_of(model)._workspaces]
+    shapes = [w.shape.k for w in pool.pool_of(model).workspaces.items]
     assert shapes == [3, 4]
 
 
@@ -206,7 +206,9 @@ def test_a_model_with_other_weights_is_recorded_anew() -> None:
 
 
 def notes(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [r.getMessage() for r in caplog.records if r.name == "cpsbs"]
+    """What was logged of fixed steps; the ordinary ones have notes of their own on a CPU."""
+    said = [r.getMessage() for r in caplog.records if r.name == "cpsbs"]
+    return [note for note in said if "takes the ordinary steps of transformers" not in note]
 
 
 def wrong(model: Any, how: str) -> None:

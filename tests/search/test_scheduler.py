@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from cpsbs import DESIGNS, Beams, FunctionModel, TransformersModel, search, search_each
+from cpsbs.backends import TORCH
 from cpsbs.backends.triton.pool import pool_of
+from cpsbs.designs import design_named
 from cpsbs.randomness import Streams, split_seed
 from cpsbs.search import scheduler
+from cpsbs.search.recursion import Transition
+from cpsbs.search.settings import SearchSettings
 from tests.backends.fixing import fix_rows_on_cpu
 from tests.models.tiny import EOS, make, prompts
 
@@ -155,15 +160,28 @@ def test_buffers_are_for_the_next_models(monkeypatch: pytest.MonkeyPatch) -> Non
     fix_rows(monkeypatch)
     models = [TransformersModel(model, **given) for given in groups(False)[:1] * 4]
     assert len(list(search_each(models, 3, max_length=6, generator=0))) == 4
-    kept = pool_of(model)
-    assert len(kept._workspaces) == 1
-    assert not kept._workspaces[0].busy
+    kept = pool_of(model).workspaces.items
+    assert [workspace.busy for workspace in kept] == [False]
     some = search_each(
         (TransformersModel(model, **given) for given in groups(False)), 3, max_length=6
     )
     next(some)
     some.close()  # type: ignore[attr-defined]
-    assert not any(workspace.busy for workspace in kept._workspaces)
+    assert not any(workspace.busy for workspace in kept)
+
+
+def test_error_bars_do_not_keep_steps_from_being_recorded() -> None:
+    """Only designs that compute joint inclusion probabilities read them back."""
+    for name, joint, expected in (
+        ("stratified", True, True),
+        ("conditional-poisson", False, True),
+        ("conditional-poisson", True, False),
+    ):
+        settings = SearchSettings(3, design_named(name), 5, joint=joint)
+        transition = Transition(settings, (1,), 0, TORCH)
+        assert transition.recordable == expected
+        other = Transition(replace(settings, joint=not joint), (1,), 0, TORCH)
+        assert transition.key != other.key
 
 
 def test_random_streams_are_checked() -> None:

@@ -1,4 +1,4 @@
-"""Where the arithmetic of a search runs: the reference in torch, or Triton kernels on a GPU.
+"""Where the arithmetic of a search runs: torch, compiled loops on a CPU, Triton kernels on a GPU.
 
 ``base`` is the seam. ``backend_for`` chooses, once for a search.
 """
@@ -11,14 +11,29 @@ from cpsbs.backends.base import TORCH, Backend, FixedSteps
 
 
 def backend_for(device: torch.device | str) -> Backend:
-    """Return the backend for a device: Triton's where its kernels run, else the reference."""
+    """Return the backend for a device: Triton's where its kernels run, or the one for CPUs."""
     from cpsbs.backends.triton.kernels import usable
 
     if not usable(torch.device(device)):
-        return TORCH
+        if torch.device(device).type != "cpu":
+            return TORCH
+        from cpsbs.backends.cpu.backend import COMPILED
+
+        return COMPILED
     from cpsbs.backends.triton.backend import TRITON
 
     return TRITON
 
 
-__all__ = ["TORCH", "Backend", "FixedSteps", "backend_for"]
+def release() -> None:
+    """Free the GPU memory that is kept for later searches.
+
+    Searches keep their buffers, up to a fifth of the card, because recorded steps work on them and
+    the next search of the same shape then starts at once. Buffers of a search that is running stay.
+    """
+    from cpsbs.backends.triton import kept
+
+    kept.release()
+
+
+__all__ = ["TORCH", "Backend", "FixedSteps", "backend_for", "release"]

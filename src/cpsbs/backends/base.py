@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 MOST_DRAWN = 256
-"""Largest K for which a backend draws a conditional Poisson sample without host–device
-synchronisation: a kernel holds the ``head_size(K)`` largest candidates in registers."""
+"""Largest K for which a backend draws a sample without host–device synchronisation: a kernel holds
+the ``head_size(K)`` largest candidates in registers, for conditional Poisson sampling."""
 
 
 class FixedSteps(Protocol):
@@ -86,10 +86,10 @@ class Backend:
     counts_random_numbers = False
     """Whether random numbers come from counters on the device, which a CUDA graph can advance."""
 
-    def chunk_length(self, least: int, parents: int, tokens: int) -> int:
+    def chunk_length(self, least: int, parents: int, tokens: int, terms: int) -> int:
         """Return the number of tokens in a chunk: at least ``least``, unless a row has fewer.
 
-        A multiple of 64 suits torch's softmax.
+        A multiple of 64 suits torch's softmax. ``terms`` is the number of power sums.
         """
         return min(tokens, 64 * -(-least // 64))
 
@@ -121,6 +121,15 @@ class Backend:
         self, candidates: Candidates, k: int, streams: Streams
     ) -> Selection | None:
         """Select the K candidates of each source with the largest perturbed log-probabilities."""
+        return None
+
+    def draw_stratified(
+        self, candidates: Candidates, k: int, streams: Streams, full_share: float, forbidden: float
+    ) -> Selection | None:
+        """Draw K candidates of each source by ``stratified``, which has more than K in all.
+
+        ``full_share`` and ``forbidden`` are numbers that the design's arithmetic rests on.
+        """
         return None
 
     def extends(self, candidates: Candidates) -> bool:
@@ -167,6 +176,21 @@ class Backend:
             reference: returns the model's ordinary steps, which start from the same inputs.
         """
         return None
+
+    def sources_that_fit(self, model: Any, k: int, prompt: int, steps: int) -> int | None:
+        """Return how many sources a device's memory has room for, or None if that is not known.
+
+        Args:
+            model: the transformers model.
+            k: K.
+            prompt: the most tokens of a prompt, or of a source to translate.
+            steps: the most tokens that will be added.
+        """
+        return None
+
+    def release(self) -> int:
+        """Free the memory that is kept for later searches; return how many bytes that were."""
+        return 0
 
     def record(
         self,

@@ -31,6 +31,7 @@ def pretrained(
     dtype: str | torch.dtype | None,
     trust_remote_code: bool,
     gguf_file: str | None = None,
+    quantize: str | None = None,
 ) -> tuple[Any, Any]:
     """Return a transformers model on its device, and its tokenizer (see ``cpsbs.load``)."""
     required("transformers", "transformers")
@@ -38,6 +39,7 @@ def pretrained(
 
     place = _device(device)
     number = dtype_on(place, dtype)
+    _check_quantize(quantize, place, number)
     if gguf_file is not None:
         for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF files
             required(package, "gguf")
@@ -68,6 +70,10 @@ def pretrained(
             if checkpoint.file("tokenizer.json") is None:  # it was made from the GGUF file
                 _drop_added_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
     check_vocabulary(checkpoint, model, tokenizer)
+    if quantize is not None:
+        from cpsbs.models.transformers import int8
+
+        int8.quantize(model)
     return model.to(place).eval(), tokenizer
 
 
@@ -165,6 +171,19 @@ def _device(device: str | torch.device | None) -> torch.device:
     asks_for_gpu = str(device).partition(":")[0] in ("cuda", "mps", "xpu")
     why = ", but torch finds no GPU here" if asks_for_gpu and not accelerators else ""
     raise ValueError(f"device is {device}{why}; available: {', '.join(['cpu', *accelerators])}")
+
+
+def _check_quantize(quantize: str | None, place: torch.device, dtype: str | torch.dtype) -> None:
+    """Raise a ValueError unless weights can be rounded as asked for."""
+    if quantize is None:
+        return
+    if quantize != "int8":
+        raise ValueError(f"quantize is {quantize!r}; allowed are None and 'int8'")
+    if place.type != "cpu" or dtype != torch.float32:
+        raise ValueError(
+            f"quantize is 'int8' with the device {place} and the dtype {dtype}; int8 weights need "
+            "the CPU and float32"
+        )
 
 
 def _accelerators() -> list[str]:

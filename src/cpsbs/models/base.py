@@ -4,11 +4,12 @@ A model holds the prefixes itself, because only it knows what to keep of them (a
 starts with one row for each source. Each step names, for every new row, which of the previous rows
 it extends, and by which token. The model may forget rows that no new row extends.
 
-Every model must be a ``SequenceModel``. Three more protocols are optional: ``StoppingModel`` for
+Every model must be a ``SequenceModel``. Four more protocols are optional: ``StoppingModel`` for
 models that end a sequence for another reason than its last token, ``FixedRowModel`` for models that
-are faster when every source always has K rows, and ``ForcedModel`` for models that tell the scores
-of whole sequences at once. ``cpsbs.check_model`` checks whether a model of
-your own keeps these contracts; ``examples/own_model.py`` is a complete one.
+are faster when every source always has K rows, ``ForcedModel`` for models that tell the scores
+of whole sequences at once, and ``ConcurrentModel`` for models that several threads may search.
+``cpsbs.check_model`` checks whether a model of your own keeps these contracts;
+``examples/own_model.py`` is a complete one.
 """
 
 from __future__ import annotations
@@ -154,6 +155,16 @@ class FixedRowModel(SequenceModel, Protocol):
 
     def release(self) -> None:
         """Free the buffers for other models, because the search is over."""
+        ...
+
+
+@runtime_checkable
+class ConcurrentModel(SequenceModel, Protocol):
+    """A model that may be searched in one thread while others like it are searched in others."""
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether that is so for this one."""
         ...
 
 

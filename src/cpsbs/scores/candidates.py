@@ -12,6 +12,7 @@ so that normalising the scores allocates nothing of their size.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -92,6 +93,35 @@ class Candidates:
         else:
             entropy = entropy[row.clamp(max=len(rows) - 1)]
         return torch.where(self.log_prob.isneginf() | self.finished, 0.0, entropy)
+
+    def likeliest(self, count: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the likeliest extensions of every parent, by decreasing probability.
+
+        Returns:
+            [B, P, R] the tokens, with R at most ``count``; [B, P, R] float64 log p of the
+            candidates, -inf where there are fewer; and [B, P] float64 log p of all other extensions
+            of the parent together.
+        """
+        rows, count = self.chunks.rows, min(count, self.shape[-1])
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        for part in torch.split(rows, max(1, block_size(rows.device) // rows.shape[-1])):
+            scaled = part.to(torch.float64) / self.chunks.temperature
+            top = scaled.topk(count, dim=-1)
+            rest = scaled.scatter_(-1, top.indices, -math.inf).logsumexp(-1)
+            parts.append((top.indices, top.values, rest))
+        token, score, rest = (torch.cat(part) for part in zip(*parts, strict=True))
+        row = self.chunks.row
+        if row is None:
+            shape = self.log_prob.shape
+            token, score, rest = token.view(*shape, -1), score.view(*shape, -1), rest.view(shape)
+        else:
+            place = row.clamp(max=len(rows) - 1)
+            alone = row == len(rows)  # its one candidate is token 0, with the score 0
+            token = token[place].masked_fill(alone[..., None], 0)
+            score = score[place].masked_fill(alone[..., None], -math.inf)
+            score[..., 0].masked_fill_(alone, 0.0)
+            rest = rest[place].masked_fill(alone, -math.inf)
+        return token, score + self.offset[..., None], rest + self.offset
 
     def parent_of(self, index: Tensor) -> Tensor:
         """Return the parents [B, K] of the candidates [B, K]."""

@@ -32,10 +32,13 @@ FLOAT32_RANGE = 1000.0
 models that forbid tokens with a large negative score."""
 
 
-def beam_chunk_length(parents: int, tokens: int, k: int, backend: Backend) -> int:
-    """Return the chunk length for a beam of K, whose ``head_size`` largest are kept one by one."""
+def beam_chunk_length(parents: int, tokens: int, k: int, terms: int, backend: Backend) -> int:
+    """Return the chunk length for a beam of K, whose ``head_size`` largest are kept one by one.
+
+    ``terms`` is the number of power sums that the design wants.
+    """
     least = chunk_length(parents * tokens, head_size(k))
-    return backend.chunk_length(least, parents, tokens)
+    return backend.chunk_length(least, parents, tokens, terms)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@ runs the same steps with continuous batching.
 """
 
 from cpsbs.search.api import search, search_each
-from cpsbs.search.beams import Beams, Step
+from cpsbs.search.beams import Beams
+from cpsbs.search.path import Offer, Step
 from cpsbs.search.settings import SearchSettings
 
-__all__ = ["Beams", "SearchSettings", "Step", "search", "search_each"]
+__all__ = ["Beams", "Offer", "SearchSettings", "Step", "search", "search_each"]

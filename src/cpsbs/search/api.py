@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Unpack
 
 import torch
@@ -14,6 +15,7 @@ from cpsbs.models.base import FixedRowModel, SequenceModel
 from cpsbs.randomness import Generators, Streams, fresh_seed
 from cpsbs.search import recursion
 from cpsbs.search.beams import Beams
+from cpsbs.search.parallel import search_at_once, threads_for
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.scheduler import Scheduler
 from cpsbs.search.settings import SearchOptions, SearchSettings
@@ -167,20 +169,39 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
     if first is None:
         return
     device, sources = torch.device(first.model.device), first.model.sources
+    threads = threads_for(first.model)
     del first  # so that its buffers are freed as soon as the search is done with them
+    if threads > 1 and queue.several():
+        yield from search_at_once(queue, partial(_searched, settings), threads)
+        return
     progress = _progress(queue, settings)
-    goes_on = True
+    goes_on, again = True, False
     while goes_on:
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 goes_on = next(progress, False)
                 found = [request.beams(settings) for request in queue.done()]
         except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"the GPU's memory is too small for {sources} sources with k = {settings.k}; "
-                f"try {max(1, sources // 2)} at a time ({error})"
-            ) from error
+            if again:
+                raise torch.OutOfMemoryError(
+                    f"the GPU's memory is too small for {sources} sources with k = {settings.k}; "
+                    f"try {max(1, sources // 2)} at a time ({error})"
+                ) from error
+            again, found = True, []
+        else:
+            again = False
+        if again:
+            # Outside of the handler, because the error refers to the buffers of the search.
+            queue.begin_again()
+            backend_for(device).release()
+            progress = _progress(queue, settings)
         yield from found
+
+
+def _searched(settings: SearchSettings, request: Request) -> Beams:
+    """Search the sources of a request that no others join, and return what was found."""
+    recursion.run(request, settings)
+    return request.beams(settings)
 
 
 def _progress(queue: RequestQueue, settings: SearchSettings) -> Iterator[bool]:

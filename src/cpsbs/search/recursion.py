@@ -29,7 +29,8 @@ from cpsbs.models.base import (
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
 from cpsbs.scores.reading import beam_chunk_length, read
-from cpsbs.search.beams import Hypotheses, Step, StepResult, Trail
+from cpsbs.search.beams import Hypotheses, StepResult, Trail
+from cpsbs.search.path import path_step
 from cpsbs.search.requests import Request
 from cpsbs.search.settings import SearchSettings
 
@@ -49,11 +50,13 @@ def run(request: Request, settings: SearchSettings) -> None:
     beam = Hypotheses.roots(settings, streams, slot)
     rows = OpenRows(model, request.take_first_scores(), settings.design.roots(settings.k))
     for length in range(1, settings.max_length + 1):
-        selection, result = transition.with_selection(beam, *rows.scores(beam), streams)
+        if request.cancelled:
+            return
+        offered, selection, result = transition.selecting(beam, *rows.scores(beam), streams)
         beam, parent = rows.stopped(result), result.parent
         trail.append(slot, parent, beam.token, beam.traced(kept))
         if settings.path:
-            request.path.append(path_step(beam, selection, parent))
+            request.path.append(path_step(settings, offered, selection, beam, parent))
         goes_on = still_open(beam, result.broken)
         if length == settings.max_length:
             goes_on = [False] * len(goes_on)
@@ -87,12 +90,6 @@ def _split(flags: list[bool], device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.tensor(true, device=device), torch.tensor(false, device=device)
 
 
-def path_step(beam: Hypotheses, selection: Selection, parent: Tensor) -> Step:
-    """Return the entry of ``Beams.path`` for a step."""
-    present, inclusion = selection.present, selection.log_inclusion
-    return Step(beam.source, parent, beam.token, present, beam.log_prob, inclusion)
-
-
 @dataclass(frozen=True)
 class Transition:
     """One step of the recursion, from the scores of the next token to the selected hypotheses."""
@@ -111,31 +108,33 @@ class Transition:
     def recordable(self) -> bool:
         """Whether a step never reads a result back to the host, so that it can be recorded."""
         settings = self.settings
-        reads_back = settings.joint or settings.path or settings.nucleus is not None
+        # Designs that tell their error by themselves do not compute joint inclusion probabilities.
+        joint = settings.joint and settings.design.needs_joint
+        reads_back = joint or settings.path or settings.nucleus is not None
         return settings.design.recordable(settings.k) and not reads_back
 
     @property
     def key(self) -> tuple[object, ...]:
         """What a recording of the step depends on, apart from shapes."""
         settings = self.settings
-        numbers = (settings.k, settings.temperature, settings.entropy)
+        numbers = (settings.k, settings.temperature, settings.joint, settings.entropy)
         return settings.design, numbers, self.eos, self.pad
 
     def __call__(
         self, beam: Hypotheses, scores: Tensor, streams: Streams, into: StepResult | None = None
     ) -> StepResult:
         """Return the result of a step, which a backend may write into ``into``."""
-        return self.with_selection(beam, scores, None, streams, into)[1]
+        return self.selecting(beam, scores, None, streams, into)[-1]
 
-    def with_selection(
+    def selecting(
         self,
         beam: Hypotheses,
         scores: Tensor,
         row: Tensor | None,
         streams: Streams,
         into: StepResult | None = None,
-    ) -> tuple[Selection, StepResult]:
-        """Return what the design selected, and the result of the step.
+    ) -> tuple[Candidates, Selection, StepResult]:
+        """Return what the design was offered, what it selected, and the result of the step.
 
         Args:
             beam: the hypotheses [b, P] to extend.
@@ -157,7 +156,8 @@ class Transition:
                 f"{list(selection.index.shape)}; it must be [sources, k], with present=False in "
                 "places that stay empty. cpsbs.check_design(design, k) tells more"
             )
-        return selection, extended(beam, candidates, selection, self.eos, self.pad, into)
+        result = extended(beam, candidates, selection, self.eos, self.pad, into)
+        return candidates, selection, result
 
     def _candidates(self, beam: Hypotheses, scores: Tensor, row: Tensor | None) -> Candidates:
         """Return Y_{t−1} ∘ V: the extensions of open hypotheses, and the others as they are."""
@@ -165,8 +165,8 @@ class Transition:
         if settings.nucleus is not None:
             scores, temperature = processed(scores, temperature, settings.nucleus), 1.0
         parents, tokens = beam.token.shape[-1], scores.shape[-1]
-        length = beam_chunk_length(parents, tokens, settings.k, self.backend)
         terms = self.backend.power_sums(settings.design.power_sums)
+        length = beam_chunk_length(parents, tokens, settings.k, terms, self.backend)
         chunks = read(scores, temperature, length, terms, row, self.backend)
         return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
@@ -292,7 +292,7 @@ class OpenRows:
         self._row = torch.arange(model.sources, device=scores.device)[:, None].expand(-1, roots)
 
     def scores(self, beam: Hypotheses) -> tuple[Tensor, Tensor | None]:
-        """Return ``scores`` and ``row`` for ``Transition.with_selection``."""
+        """Return ``scores`` and ``row`` for ``Transition.selecting``."""
         scores, is_open = self._scores, beam.open
         if is_open.numel() == len(scores) and bool(is_open.all()):
             return scores.view(*is_open.shape, -1), None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,8 @@ from torch import Tensor
 from cpsbs.backends import Backend
 from cpsbs.models.base import SequenceModel, check_scores
 from cpsbs.randomness import Streams
-from cpsbs.search.beams import Beams, Found, Step, collected
+from cpsbs.search.beams import Beams, Found, collected
+from cpsbs.search.path import Step
 from cpsbs.search.settings import SearchSettings
 
 
@@ -29,6 +31,8 @@ class Request:
     found: list[Found] = field(default_factory=list)
     """The sources that have ended."""
     path: list[Step] = field(default_factory=list)
+    cancelled: bool = False
+    """Whether nobody wants the result any more, so that the search may end at any step."""
     _first_scores: Tensor | None = None
 
     def prefill(self) -> None:
@@ -43,6 +47,12 @@ class Request:
         scores, self._first_scores = self._first_scores, None
         assert scores is not None
         return scores
+
+    def forget(self) -> None:
+        """Forget what was found so far, to search the sources again from the beginning."""
+        self.found.clear()
+        self.path.clear()
+        self._first_scores = None
 
     @property
     def done(self) -> bool:
@@ -59,8 +69,10 @@ class RequestQueue:
     """Requests in their order: those that are still to come, and those that have begun."""
 
     def __init__(self, requests: Iterable[Request]) -> None:
-        self._coming = iter(requests)
+        self._coming: Iterator[Request] = iter(requests)
         self._waiting: Request | None = None
+        self._next: Request | None = None
+        """The request after the waiting one, if ``several`` has asked for it."""
         self._begun = deque[Request]()
         self._error: Exception | None = None
 
@@ -72,12 +84,12 @@ class RequestQueue:
         """
         if self._waiting is None and self._error is None:
             try:
-                self._waiting = next(self._coming, None)
+                self._waiting = self._ahead()
                 if self._begun and self._waiting is not None:
                     self._waiting.prefill()
             except Exception as error:
                 self._waiting, self._error = None, error
-        if self._error is not None and not self._begun:
+        if self._error is not None and self._waiting is None and not self._begun:
             raise self._error
         return self._waiting
 
@@ -88,6 +100,43 @@ class RequestQueue:
         self._waiting = None
         self._begun.append(request)
         return request
+
+    def begin_again(self) -> None:
+        """Let requests that have begun, and those that wait, come again from the beginning."""
+        waiting = [request for request in (self._waiting, self._next) if request is not None]
+        again = [*self._begun, *waiting]
+        for request in again:
+            request.forget()
+        self._coming = chain(again, self._coming)
+        self._begun.clear()
+        self._waiting = self._next = None
+
+    def several(self) -> bool:
+        """Return whether at least two requests are still to come."""
+        if self.peek() is None or self._error is not None:
+            return False
+        if self._next is None:
+            try:
+                self._next = next(self._coming, None)
+            except Exception as error:  # raised when the first one is done
+                self._error = error
+        return self._next is not None
+
+    def take(self) -> Request | None:
+        """Return the next request, which no longer concerns the queue; None if there is none."""
+        request = self._ahead()
+        if request is None and self._error is not None:
+            raise self._error
+        return request
+
+    def _ahead(self) -> Request | None:
+        """Return the next request and forget it."""
+        for name in ("_waiting", "_next"):
+            request: Request | None = getattr(self, name)
+            if request is not None:
+                setattr(self, name, None)
+                return request
+        return None if self._error is not None else next(self._coming, None)
 
     def done(self) -> Iterator[Request]:
         """Yield the requests that are done, up to the first one that is not."""

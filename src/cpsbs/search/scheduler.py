@@ -25,7 +25,8 @@ from cpsbs.backends import Backend
 from cpsbs.models.base import FixedRowModel, SequenceModel, check_scores, eos_tokens
 from cpsbs.randomness import Streams
 from cpsbs.search.beams import Hypotheses, StepResult, Trail
-from cpsbs.search.recursion import Transition, path_step, still_open
+from cpsbs.search.path import path_step
+from cpsbs.search.recursion import Transition, still_open
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.settings import SearchSettings
 
@@ -142,11 +143,15 @@ class Scheduler:
             self._streams, self._broken = self._recorded.streams, result.broken
         else:
             scores = self._rows.scores(self._beam)
-            selection, result = transition.with_selection(self._beam, scores, None, self._streams)
+            offered, selection, result = transition.selecting(
+                self._beam, scores, None, self._streams
+            )
             self._broken = self._broken | result.broken
             request = self._places[0].request
             if self._settings.path and request is not None:
-                request.path.append(path_step(result.beam, selection, result.parent))
+                request.path.append(
+                    path_step(self._settings, offered, selection, result.beam, result.parent)
+                )
         self._beam = result.beam
         self._steps += 1
         trace = result.beam.traced(self._settings.design.trace)

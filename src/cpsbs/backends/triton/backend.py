@@ -4,30 +4,31 @@ Kernels work on float32 tables of chunks whose length is a power of two, and hol
 candidates in registers; whatever does not fit is left to the reference.
 
 Steps of the model and of the search are recorded as CUDA graphs: the launches of a step are
-recorded once (``capture``) and replayed as one. What a graph reads and writes lives in buffers. A
-replay allocates nothing and does not synchronise.
+recorded once (``graphs.capture``) and replayed as one. What a graph reads and writes lives in
+buffers. A replay allocates nothing and does not synchronise.
 """
 
 from __future__ import annotations
 
-import functools
-import gc
 import logging
-import threading
 from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cpsbs.backends.base import MOST_DRAWN, Backend, FixedSteps, OrdinarySteps
+from cpsbs.backends.triton import kept
+from cpsbs.backends.triton.graphs import GraphMemory, capture
 from cpsbs.backends.triton.kernels import MOST_CHUNKS, MOST_IN_HEAD, POWER_SUMS
 from cpsbs.backends.triton.kernels.extending import close_rows, extend
+from cpsbs.backends.triton.kernels.finding import find_head
 from cpsbs.backends.triton.kernels.gumbel import select
 from cpsbs.backends.triton.kernels.noise import uniform
 from cpsbs.backends.triton.kernels.poisson import draw
-from cpsbs.backends.triton.kernels.reading import find_head, normalize, read_into
+from cpsbs.backends.triton.kernels.reading import normalize, read_into
+from cpsbs.backends.triton.kernels.stratified import draw as draw_stratified
+from cpsbs.backends.triton.memory import sources_that_fit
 from cpsbs.conditional_poisson.weights import CandidateWeights, Weights
 from cpsbs.randomness import Counters, Streams
 from cpsbs.scores.candidates import Candidates, Selection
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("cpsbs")
 
+LONGEST = 256
+"""Chunks are not made longer than this to have fewer of them: kernels hold some in registers."""
+
 
 class TritonBackend(Backend):
     """Triton kernels, on a GPU or in Triton's interpreter, and CUDA graphs on a GPU."""
@@ -45,10 +49,15 @@ class TritonBackend(Backend):
     name = "triton"
     counts_random_numbers = True
 
-    def chunk_length(self, least: int, parents: int, tokens: int) -> int:
-        """Return a power of two such that the chunks of a source fit into a few blocks."""
+    def chunk_length(self, least: int, parents: int, tokens: int, terms: int) -> int:
+        """Return a power of two such that the chunks of a source fit into a few blocks.
+
+        Designs with one power sum look into K chunks, and not into as many as ``least`` is for, so
+        that chunks four times as long, and fewer of them, are faster.
+        """
         least = max(least, 64, parents * tokens // 2**16)
-        return 1 << (least - 1).bit_length()
+        length = 1 << (least - 1).bit_length()
+        return max(length, min(4 * length, LONGEST)) if terms == 1 else length
 
     def power_sums(self, wanted: int) -> int:
         """Return as many as any distribution needs, because on a GPU they cost no time."""
@@ -101,6 +110,17 @@ class TritonBackend(Backend):
             return None
         return select(candidates, k, streams.counters)
 
+    def draw_stratified(
+        self, candidates: Candidates, k: int, streams: Streams, full_share: float, forbidden: float
+    ) -> Selection | None:
+        """Draw with the same random numbers as the reference; with too few candidates, keep all."""
+        chunks = candidates.chunks
+        possible = _is_readable(chunks) and chunks.maxima[0].numel() < MOST_CHUNKS
+        fits = max(k, chunks.shape[1]) <= MOST_DRAWN
+        if streams.counters is None or not possible or not fits:
+            return None
+        return draw_stratified(candidates, k, streams.counters, full_share, forbidden)
+
     def extends(self, candidates: Candidates) -> bool:
         """Return whether the table of chunks is one that kernels can read."""
         return _is_readable(candidates.chunks)
@@ -143,6 +163,16 @@ class TritonBackend(Backend):
 
         return begin(model, inputs, k, steps, reference)
 
+    def sources_that_fit(self, model: Any, k: int, prompt: int, steps: int) -> int | None:
+        """Return how many sources fit into half of the card, beside the model's weights."""
+        if model.device.type != "cuda":
+            return None
+        return sources_that_fit(model, k, prompt, steps)
+
+    def release(self) -> int:
+        """Free the buffers that no search is using."""
+        return kept.release()
+
     def record(
         self,
         step: Callable[..., Any],
@@ -157,9 +187,9 @@ class TritonBackend(Backend):
             return None
         full_key = (key, scores.shape, scores.dtype)
         if full_key not in memo:
-            pool = memo.setdefault("pool", torch.cuda.graph_pool_handle())
+            memory = memo.setdefault(GraphMemory, GraphMemory())
             try:
-                memo[full_key] = GraphedSearchStep(step, now(), scores, streams, pool)
+                memo[full_key] = GraphedSearchStep(step, now(), scores, streams, memory)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:
@@ -186,7 +216,12 @@ class GraphedSearchStep:
     """A step of the search as a CUDA graph: from the model's scores to the next hypotheses."""
 
     def __init__(
-        self, step: StepFunction, now: StepResult, scores: Tensor, streams: Streams, pool: Any
+        self,
+        step: StepFunction,
+        now: StepResult,
+        scores: Tensor,
+        streams: Streams,
+        memory: GraphMemory,
     ) -> None:
         self.now = now
         self.streams = streams.copy()
@@ -195,7 +230,7 @@ class GraphedSearchStep:
         def compute() -> None:
             self.now.load(step(self.now.beam, scores, self.streams, self.now))
 
-        self._graph = capture(compute, pool)
+        self._graph = capture(compute, memory)
 
     def load(self, beam: Hypotheses, streams: Streams) -> None:
         """Continue from these hypotheses and random streams."""
@@ -210,67 +245,6 @@ class GraphedSearchStep:
             self._scores.copy_(scores)
         self._graph.replay()
         return self.now
-
-
-_ONE_AT_A_TIME = threading.Lock()
-
-
-def capture(
-    compute: Callable[[], None], pool: Any, guard: AbstractContextManager[object] | None = None
-) -> torch.cuda.CUDAGraph:
-    """Record what ``compute`` launches on the current device as a CUDA graph.
-
-    Args:
-        compute: launches the work. It runs once before it is recorded, inside of ``guard``, for
-            what is only done the first time.
-        pool: the memory pool of graphs that never run at the same time.
-        guard: raises for whatever cannot be recorded.
-    """
-    current = torch.cuda.current_stream()
-    aside = _stream_beside(current)
-    with _ONE_AT_A_TIME:
-        aside.wait_stream(current)
-        with torch.cuda.stream(aside), guard or nullcontext():
-            compute()
-        current.wait_stream(aside)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # Garbage must not be collected meanwhile: what is freed may be another graph. To collect it
-        # before, as torch.cuda.graph does, takes longer than everything else here.
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with torch.cuda.stream(aside):
-                # "thread_local" lets other threads go on meanwhile.
-                graph.capture_begin(pool, capture_error_mode="thread_local")
-                try:
-                    compute()
-                finally:
-                    graph.capture_end()
-        except Exception as error:
-            # A failed capture leaves torch's generator in the middle of one; a clone of it is not.
-            generator: Any = torch.cuda.default_generators[current.device.index]
-            generator.graphsafe_set_state(generator.clone_state())
-            # Ending the capture may have failed too, with an error that hides the first one.
-            if isinstance(error.__context__, torch.OutOfMemoryError):
-                raise error.__context__ from None
-            raise
-        finally:
-            # After a failed capture torch stays on the other stream.
-            torch.cuda.set_stream(current)
-            if collects:
-                gc.enable()
-    return graph
-
-
-@functools.cache
-def _stream_beside(stream: Any) -> Any:
-    """Return the CUDA stream on which graphs for this one are recorded.
-
-    It is always the same one, because torch keeps scratch memory for each stream.
-    """
-    make: Any = torch.cuda.Stream
-    return make(stream.device)
 
 
 TRITON = TritonBackend()

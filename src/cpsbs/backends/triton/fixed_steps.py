@@ -49,14 +49,18 @@ def begin(
         pool.forget_if_changed(model)
         if pool.refused:
             raise NotPossibleError(pool.refused)
-        if pool.own_positions is None and state.sources > 1:
-            with pool.trying:
-                if pool.own_positions is None:
-                    pool.own_positions = _can_differ(model, pool, state, k, steps, reference())
-        fixed = FixedShapeSteps(model, pool, state, k, steps, bool(pool.own_positions))
-        if not pool.verified:
-            _compare(fixed, state, min(steps, 3), reference())
-            pool.verified = True
+        try:
+            fixed = _verified(model, pool, state, k, steps, reference)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if not pool.fuses:
+                raise
+            name = type(model).__name__
+            log.info("the layers of %s are not fused: %s: %s", name, type(error).__name__, error)
+            pool.fuses, pool.own_positions = False, None
+            pool.workspaces.clear()
+            fixed = _verified(model, pool, state, k, steps, reference)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -70,6 +74,26 @@ def begin(
             log.info("%s is run step by step: %s", type(model).__name__, reason)
         pool.logged = True
         return None
+    return fixed
+
+
+def _verified(
+    model: Any,
+    pool: Pool,
+    state: PrefilledState,
+    k: int,
+    steps: int,
+    reference: Callable[[], OrdinarySteps],
+) -> FixedShapeSteps:
+    """Return steps that agree with the model's ordinary ones, or raise an exception."""
+    if pool.own_positions is None and state.sources > 1:
+        with pool.trying:
+            if pool.own_positions is None:
+                pool.own_positions = _can_differ(model, pool, state, k, steps, reference())
+    fixed = FixedShapeSteps(model, pool, state, k, steps, bool(pool.own_positions))
+    if not pool.verified:
+        _compare(fixed, state, min(steps, 3), reference())
+        pool.verified = True
     return fixed
 
 
@@ -249,7 +273,7 @@ def _can_differ(
     except Exception as error:
         log.debug("%s has one position for all rows: %s", type(model).__name__, error)
         pool.by_table = by_table
-        pool.drop_workspaces()
+        pool.workspaces.clear()
         return False
     pool.verified = False  # what was compared before were other graphs
     return True

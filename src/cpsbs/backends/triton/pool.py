@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import weakref
 from typing import Any
 
-import torch
-
 from cpsbs.backends.triton.attention import works
+from cpsbs.backends.triton.fusing import can_fuse
+from cpsbs.backends.triton.kept import Shelf, most_kept, trim
 from cpsbs.backends.triton.layers import table_is_possible
 from cpsbs.backends.triton.workspace import Shape, Workspace
-
-MOST_IDLE = 8
-"""The most idle workspaces that are kept for a model …"""
-MOST_IDLE_MEMORY = 0.3
-"""… and the largest share of the device's memory that they may take."""
 
 
 class Lease:
@@ -27,10 +21,11 @@ class Lease:
 
     def __del__(self) -> None:
         self.workspace.busy = False
+        trim(self.workspace.shape.device)
 
 
 class Pool:
-    """What is known of one model, and its workspaces in the order of their last use.
+    """What is known of one model, and its workspaces.
 
     A pool must not refer to its model, so that it ends with it.
     """
@@ -44,12 +39,14 @@ class Pool:
         """Why the model cannot have fixed steps, if that is known."""
         self.by_table = False
         """Whether the model has read its KV cache by the table so far, where it could."""
+        self.fuses = False
+        """Whether known layers of the model compute with fewer launches."""
         self.own_positions: bool | None = None
         """Whether the rows of the model can stand at different positions, if that is known."""
         self.trying = threading.Lock()
         """Held by the thread that finds out about ``own_positions``."""
         self._fingerprint: int | None = None
-        self._workspaces: list[Workspace] = []
+        self.workspaces = Shelf[Workspace]()
 
     def forget_if_changed(self, model: Any) -> None:
         """Forget everything if graphs would read other weights, or compute something else.
@@ -59,57 +56,27 @@ class Pool:
         fingerprint = hash((model.config._attn_implementation, _weights_and_hooks(model)))
         with _LOCK:
             if fingerprint != self._fingerprint:
-                self._workspaces, self.verified, self.refused = [], False, None
+                self.workspaces.clear()
+                self.verified, self.refused = False, None
                 self.own_positions = None
                 self.by_table = model.config._attn_implementation == "sdpa"
+                self.fuses = can_fuse(model)
             self._fingerprint = fingerprint
 
     def refuse(self, reason: str) -> None:
         """Give the model no fixed steps until it changes."""
         self.refused = reason
-        self.drop_workspaces()
-
-    def drop_workspaces(self) -> None:
-        """Keep no workspace for later searches."""
-        with _LOCK:
-            self._workspaces = []
+        self.workspaces.clear()
 
     def lease(self, shape: Shape) -> Lease:
         """Return an idle workspace of this shape, or a new one."""
-        with _LOCK:
-            for workspace in self._workspaces:
-                if workspace.shape == shape and not workspace.busy:
-                    workspace.busy = True
-                    self._workspaces.remove(workspace)
-                    self._workspaces.append(workspace)
-                    return Lease(workspace)
-            most = math.inf
-            if shape.device.type == "cuda":
-                total = torch.cuda.get_device_properties(shape.device).total_memory
-                most = MOST_IDLE_MEMORY * total
-            self._drop_idle(MOST_IDLE - 1, most)
-        by_table = (
-            self.by_table and works() and table_is_possible(shape.device, shape.dtype, shape.k)
-        )
-        made = None
-        try:
-            made = Workspace(shape, by_table)
-        except torch.OutOfMemoryError:
-            with _LOCK:
-                self._drop_idle(0, 0)
-        # Outside of the handler, because the error refers to the buffers that were made already.
-        made = made or Workspace(shape, by_table)
-        made.busy = True
-        with _LOCK:
-            self._workspaces.append(made)
+        made = self.workspaces.take(shape)
+        if made is None:
+            most_kept(shape.device)  # a wrong setting is an error here, and not when a search ends
+            possible = works() and table_is_possible(shape.device, shape.dtype, shape.k)
+            made = Workspace(shape, self.by_table and possible, self.fuses)
+            self.workspaces.put(made)
         return Lease(made)
-
-    def _drop_idle(self, count: int, size: float) -> None:
-        """Keep at most ``count`` idle workspaces of ``size`` bytes in all, those used last."""
-        for workspace in reversed([w for w in self._workspaces if not w.busy]):
-            count, size = count - 1, size - workspace.bytes
-            if count < 0 or size < 0:
-                self._workspaces.remove(workspace)
 
 
 def pool_of(model: Any) -> Pool:

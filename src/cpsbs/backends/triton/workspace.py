@@ -18,6 +18,8 @@ from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
 from cpsbs.backends.triton.attention import one_query_attention
+from cpsbs.backends.triton.fusing import fused_layers
+from cpsbs.backends.triton.graphs import GraphMemory, capture
 from cpsbs.backends.triton.layers import Clock, FixedRowLayer, RowLayer, SharedLayer, TableLayer
 from cpsbs.backends.triton.logits import Logits
 from cpsbs.backends.triton.reorder import reorder
@@ -52,11 +54,13 @@ class Shape:
 class Workspace:
     """The buffers of one shape, and their graphs, one for each window of positions.
 
-    ``by_table`` says how the KV cache lies in them, see ``cpsbs.backends.triton.layers``.
+    ``by_table`` says how the KV cache lies in them, see ``cpsbs.backends.triton.layers``, and
+    ``fuses`` whether known layers compute with fewer launches (``fusing``).
     """
 
-    def __init__(self, shape: Shape, by_table: bool) -> None:
+    def __init__(self, shape: Shape, by_table: bool, fuses: bool = False) -> None:
         self.shape, self.busy, self.by_table = shape, False, by_table
+        self._fuses = fuses
         self.gave_up_table = False
         rows = shape.sources * shape.k
         count, heads, dim = shape.states
@@ -87,7 +91,6 @@ class Workspace:
         self.logits = Logits()
         self.graphs: dict[int, torch.cuda.CUDAGraph | None] = {}
         self.memo: dict[Any, Any] = {}
-        self.pool: Any = None
 
     def _make_cache(self) -> None:
         """Make the cache that the model sees, on top of the buffers."""
@@ -108,9 +111,12 @@ class Workspace:
 
     @property
     def bytes(self) -> int:
-        """The size of the largest buffers."""
-        scores = self.logits.scores
-        return self.states.nbytes + self.cross.nbytes + (0 if scores is None else scores.nbytes)
+        """The memory of the buffers, and of the graphs on them."""
+        held = [self.states, self.cross, self.mask, self.place, self.cross_mask]
+        if self.logits.scores is not None:
+            held.append(self.logits.scores)
+        graphs = self.memo[GraphMemory].bytes if GraphMemory in self.memo else 0
+        return graphs + sum(x.nbytes for x in held)
 
     def fill(
         self,
@@ -231,16 +237,13 @@ class Workspace:
         return graph
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
-        from cpsbs.backends.triton.backend import capture  # imported here, for it imports kernels
-
-        if self.pool is None:
-            self.pool = torch.cuda.graph_pool_handle()
+        memory = self.memo.setdefault(GraphMemory, GraphMemory())
         if self.logits.scores is None:
             # This run shows which operation makes the logits. From the next one on it writes them
             # elsewhere, which must have run once before it is recorded, as everything must.
             self._compute(model, window)
             self.clock.position.copy_(self._before)
-        return capture(lambda: self._compute(model, window), self.pool, _NoSynchronisation())
+        return capture(lambda: self._compute(model, window), memory, _NoSynchronisation())
 
     def _compute(self, model: Any, window: int) -> None:
         """Let every row continue from its parent, run the model, and keep its logits."""
@@ -280,7 +283,8 @@ class Workspace:
                 inputs["position_ids"] = (offset + self.clock.position[:, None]).view(-1, 1)
         for layer in self.held:
             layer.begin()
-        with one_query_attention(self.held) if self.held else nullcontext():
+        fused = fused_layers(model) if self._fuses else nullcontext()
+        with one_query_attention(self.held) if self.held else nullcontext(), fused:
             return self.logits.of(model, inputs)
 
     def _leave_table(self) -> None:

@@ -28,9 +28,13 @@ from cpsbs.models.transformers.processors import Criteria, Layout, Processors
 
 if TYPE_CHECKING:
     from cpsbs.backends import Backend, FixedSteps
+    from cpsbs.models.transformers.direct.steps import DirectSteps
 
 CACHE = "past_key_values"
 """The name of the KV cache among a model's inputs."""
+
+MOST_SHARED = 2**30
+"""The most bytes of weights of a model that is searched in several threads."""
 
 OURS = ("MaxLengthCriteria", "EosTokenCriteria")
 """Stopping criteria that the search itself applies."""
@@ -100,6 +104,8 @@ class TransformersModel:
         self._all_criteria = [c for c in criteria if type(c).__name__ not in OURS]
         self._in_training = any(module.training for module in model.modules())
         self._started = False
+        self._may_be_direct = True
+        """Whether steps may run the layers directly; false where they are compared with these."""
         self._rewind()
         if not self._restarts:
             self._given = {}  # so that a cache that was given is not kept twice
@@ -119,10 +125,24 @@ class TransformersModel:
         """Whether the tensors of sources are copies, which may be overwritten."""
         self._fixed: FixedSteps | None = None
         """The steps of fixed shape, once the rows are fixed."""
+        self._direct: DirectSteps | None = None
+        """The steps that run the layers directly, if the model can take them."""
 
     @property
     def _is_encoder_decoder(self) -> bool:
         return bool(self._model.config.is_encoder_decoder)
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether threads may search such models at the same time, which share their weights.
+
+        Large models need their memory and all cores for one batch, and code that is not of
+        transformers may keep a state.
+        """
+        foreign = bool(self._all_processors or self._all_criteria) or self._in_training
+        known = type(self._model).__module__.startswith("transformers.models.")
+        size = sum(x.numel() * x.element_size() for x in self._model.parameters())
+        return known and not foreign and size <= MOST_SHARED
 
     def start(self) -> Tensor:
         """Return the scores [sources, V] of the first token after the prompt.
@@ -146,7 +166,11 @@ class TransformersModel:
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] after one more token."""
         if self.device.type == "cpu" and self._ids.shape[-1] == self.prompt.shape[-1]:
-            self._let_grow()
+            self._direct = self._begin_directly(parent)
+            if self._direct is None:
+                self._let_grow()
+        if self._direct is not None:
+            return self._advance_directly(self._direct, parent, token)
         self._select(parent)
         self._ids = torch.cat([self._ids, token[:, None]], dim=-1)
         return self._forward(first=False)
@@ -177,6 +201,23 @@ class TransformersModel:
         return torch.stack(
             [apply(ids[:, : first + t], scores[:, t].clone(), source) for t in steps], dim=1
         )
+
+    def _begin_directly(self, parent: Tensor) -> DirectSteps | None:
+        """Return steps that run the layers directly, for a first step with these parents [rows]."""
+        trains = self._in_training or self._model.training
+        if not self._may_be_direct or torch.is_grad_enabled() or trains:
+            return None
+        from cpsbs.models.transformers.direct.steps import begin
+
+        rows = int(torch.bincount(parent).max())
+        return begin(self._model, self._kwargs, rows, self._ordinary)
+
+    def _advance_directly(self, direct: DirectSteps, parent: Tensor, token: Tensor) -> Tensor:
+        """Return the scores [rows, V] after one more token, and note what processors need."""
+        self._ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
+        self._source = self._source[parent]
+        self._kwargs.pop(CACHE, None)
+        return self._processors(self._ids, direct.advance(parent, token), self._source)
 
     def _let_grow(self) -> None:
         """Give the KV cache of the prompt room for the tokens that follow."""
@@ -271,6 +312,7 @@ class TransformersModel:
         """Return a copy that takes ordinary steps, without processors and without changing this."""
         apart = copy.copy(self)
         apart._processors, apart._kwargs = self._processors.without_any(), _apart(self._kwargs)
+        apart._may_be_direct = False
         return apart
 
     def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:

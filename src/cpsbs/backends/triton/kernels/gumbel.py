@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.finding import nth_largest, taken
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import host_number, one_minus_exp, scaled, softplus
-from cpsbs.backends.triton.kernels.reading import nth_largest, taken
 from cpsbs.randomness import Counters
 from cpsbs.scores.candidates import Candidates, Selection
 

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from cpsbs.backends.triton.kernels import POWER_SUMS
 from cpsbs.backends.triton.kernels import poisson_programs as programs
+from cpsbs.backends.triton.kernels.finding import find_head
 from cpsbs.backends.triton.kernels.numbers import host_number
 from cpsbs.backends.triton.kernels.poisson_programs import BLOCK, COLUMNS, TERMS
-from cpsbs.backends.triton.kernels.reading import find_head
 from cpsbs.conditional_poisson.bernoulli_sum import (
     TAIL_ODDS_LIMIT,
     Circle,
@@ -130,7 +130,7 @@ def draw(
     programs.without_head[(sources, triton.cdiv(slots, group))](
         scores, head.chosen, head.bits, head.values, offset, again, inverse_temperature,
         m, slots, parents, tokens, per_parent,
-        LENGTH=chunks.length, GROUP=group,
+        LENGTH=chunks.length, GROUP=group, TERMS=TERMS.value,
     )  # fmt: skip
     reach = empty(sources, parents * per_parent)
     partial = empty(sources, blocks, COLUMNS.value)

@@ -36,14 +36,14 @@ def _log_p(scores, base, token, tokens, inverse_temperature, offset):
 
 
 @triton.jit
-def _unit(head, m):
+def unit_of(head, m):
     """Return the log-weight that the tail's are relative to: the smallest of the head."""
     unit = tl.load(head + m - 1)
     return tl.where(unit == -float("inf"), 0.0, unit)
 
 
 @triton.jit
-def _in_head(bits, chunk, there, LENGTH: tl.constexpr):
+def in_head(bits, chunk, there, LENGTH: tl.constexpr):
     """Return [G, LENGTH] which members of the chunks [G] are in the head; none where not there."""
     place = tl.arange(0, LENGTH)[None, :]
     word = (chunk * (LENGTH // 32))[:, None] + place // 32
@@ -54,19 +54,19 @@ def _in_head(bits, chunk, there, LENGTH: tl.constexpr):
 def without_head(
     scores, chosen, bits, head, offset, again, inverse_temperature,
     m, slots, parents, tokens, chunks,
-    LENGTH: tl.constexpr, GROUP: tl.constexpr,
+    LENGTH: tl.constexpr, GROUP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
-    """Program (source, block): power sums of e^{log p − unit} in GROUP chunks, without the head."""
+    """Program (source, block): TERMS sums of powers of e^{log p − unit}, without the head."""
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     here = slot < slots
     chunk = tl.load(chosen + source * slots + slot, mask=here, other=0)
     parent = source * parents + chunk // chunks
     token = (chunk % chunks * LENGTH)[:, None] + tl.arange(0, LENGTH)[None, :]
-    shift = tl.load(offset + parent) - _unit(head + source * m, m)
+    shift = tl.load(offset + parent) - unit_of(head + source * m, m)
     base = (parent * tokens)[:, None]
     log_w = _log_p(scores, base, token, tokens, tl.load(inverse_temperature), shift[:, None])
-    taken = _in_head(bits, source * slots + slot, here, LENGTH)
+    taken = in_head(bits, source * slots + slot, here, LENGTH)
     weight = tl.exp(tl.where(taken, -float("inf"), log_w).to(tl.float32))
     power = weight
     out = again + (source * slots + slot) * TERMS
@@ -94,14 +94,15 @@ def tail(
     slot = tl.load(slot_of + place, mask=here, other=0)
     top = tl.load(maxima + place, mask=here, other=-float("inf"))
     shift = tl.load(offset + source * parents + chunk // chunks, mask=here, other=0.0)
-    unit = _unit(head + source * m, m)
+    unit = unit_of(head + source * m, m)
     log_weight = scaled(top, tl.load(inverse_temperature)) + shift - unit
-    weight = tl.exp(tl.minimum(log_weight, 0.0))
+    # The sums have the digits of float32, and so has what they are multiplied by.
+    weight = tl.exp(tl.minimum(log_weight, 0.0).to(tl.float32))
     power = tl.cumprod(tl.broadcast_to(weight[None, :], (TERMS, BLOCK)), axis=0)
     own = again + (source * slots + slot - 1) * TERMS
     looked_at = (slot > 0)[None, :]
     alone = tl.load(own[None, :] + term[:, None], mask=looked_at, other=0.0)
-    value = tl.where(looked_at, alone, value.to(tl.float64) * power)
+    value = tl.where(looked_at, alone, (value * power).to(tl.float64))
     out = partial + (source * blocks + block) * COLUMNS
     tl.store(out + term, tl.sum(value, axis=1))
     total = value
@@ -165,7 +166,7 @@ def _from_tail(
     base = ((source * parents + parent) * tokens)[:, None]
     log_w = _log_p(scores, base, token, tokens, inverse_temperature, shift[:, None])
     slot = tl.load(slot_of + source * parents * chunks + found)
-    taken = _in_head(bits, source * slots + slot - 1, slot > 0, LENGTH)
+    taken = in_head(bits, source * slots + slot - 1, slot > 0, LENGTH)
     log_w = tl.where(taken, -float("inf"), log_w)
     if ODDS:
         log_w -= tl.log(1.0 - tl.exp(log_w))
@@ -200,7 +201,7 @@ def draw(
     follows = tl.load(head + k, mask=k < m, other=0.0)
     reference = tl.where(reference == float("inf"), follows, reference)
     reference = tl.where(tl.abs(reference) == float("inf"), 0.0, reference)
-    unit = _unit(head, m)
+    unit = unit_of(head, m)
     y -= reference
 
     # Add up the power sums of the tail's weights, relative to the largest possible one.
@@ -219,16 +220,22 @@ def draw(
     sign = tl.where(order % 2 == 0, 1.0, -1.0).to(tl.float64)
     degree = (order + 1).to(tl.float64)
 
-    # Find the tilt at which K − ½ of the coins are expected to come up heads.
+    # Find the tilt at which K − ½ of the coins are expected to come up heads. A round tries three
+    # tilts at once, which takes as long as one.
     zero = largest * 0.0  # in float64, because numbers from the host are float32
     low, high = zero + log_low, zero + log_high
     high = tl.where(tl.sum(block_mass, axis=0) > 0, tl.minimum(high, log_limit - largest), high)
-    for _ in range(16):
-        middle = (low + high) / 2
-        heads = tl.sum(_sigmoid(y + middle), axis=0)
-        heads += tl.sum(sign * powers * tl.exp(degree * (middle + largest)), axis=0)
-        low = tl.where(heads < k - 0.5, middle, low)
-        high = tl.where(heads < k - 0.5, high, middle)
+    quarter = tl.arange(0, 4).to(tl.float64)
+    for _ in range(8):
+        step = (high - low) / 4
+        tried = low + step * quarter
+        heads = tl.sum(_sigmoid(y[:, None] + tried[None, :]), axis=0)
+        of_tail = tl.exp(degree[:, None] * (tried + largest)[None, :])
+        heads += tl.sum((sign * powers)[:, None] * of_tail, axis=0)
+        # The first of the four is a lower bound already.
+        passed = (heads < k - 0.5) & (quarter > 0.0)
+        low += step * tl.max(tl.where(passed, quarter, 0.0), axis=0)
+        high = low + step
     tilt = (low + high) / 2
 
     # Compute the characteristic function of S at the points of the circle.

@@ -1,0 +1,229 @@
+"""Sentences a second on a CPU, against the engines that people translate with.
+
+    python -m benchmarks.engines --source FILE --reference FILE [--sentences N] [--rounds R]
+        [--json FILE] [--page FILE]
+
+The embedded model translates sentences of FILE with K = 5: beam search, CPSBS and ``stratified``
+here, in float32 and with int8 weights; beam search by CTranslate2 with the same weights
+(``benchmarks.ctranslate2_conversion``), a thread for every core; and beam search by transformers. A
+run goes from texts to texts. Runs take turns, the figures are medians over the rounds, and a ratio
+is the median of the ratios of single rounds. "over CTranslate2" compares with its beam search of
+the same precision and batch size. "A second of a
+core" is processor time, which other work on the machine changes less. BLEU is sacrebleu's, of the
+sentences that were translated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.ctranslate2_conversion import convert
+from benchmarks.tables import into_readme, table
+from benchmarks.timing import machine
+from cpsbs import load
+from cpsbs.cli.batches import ROWS
+from cpsbs.text import TextModel
+
+K, LONGEST = 5, 128
+RIVAL = "CTranslate2, beam search"
+DESIGNS = {
+    "beam search": ("top-k", 1.0),
+    "CPSBS, τ = 0.5": ("conditional-poisson", 0.5),
+    "stratified, τ = 0.5": ("stratified", 0.5),
+}
+RIVAL_BATCH = 32
+"""The batch size with which CTranslate2 is fastest here."""
+SLOW_BATCH = 8
+"""The batch size with which transformers is measured; it takes too long for many sentences."""
+
+Run = Callable[[list[str]], list[str]]
+Row = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What translates, and in what precision."""
+
+    name: str
+    weights: str
+    run: Run
+
+
+def ours(
+    model: TextModel, design: str, temperature: float, size: int, texts: list[str]
+) -> list[str]:
+    """Return the most probable of the K sequences of each text."""
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    batches = [
+        [texts[i] for i in order[first : first + size]] for first in range(0, len(texts), size)
+    ]
+    best: list[str] = []
+    for beams in model.beams_each(batches, K, design, temperature=temperature, seed=0):
+        best += [row[0] for row in model.texts(beams)]
+    return [text for _, text in sorted(zip(order, best, strict=True))]
+
+
+def by_ctranslate2(model: TextModel, translator: Any, size: int, texts: list[str]) -> list[str]:
+    """Return CTranslate2's translations by beam search."""
+    tokens = [model.tokenizer.convert_ids_to_tokens(ids) for ids in model.tokens(texts)]
+    found = translator.translate_batch(
+        tokens, beam_size=K, max_batch_size=size, max_decoding_length=LONGEST
+    )
+    ids = [model.tokenizer.convert_tokens_to_ids(x.hypotheses[0]) for x in found]
+    return model.decode(ids)
+
+
+def by_transformers(model: TextModel, size: int, texts: list[str]) -> list[str]:
+    """Return transformers' translations by beam search."""
+    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
+    best: list[str] = []
+    for first in range(0, len(texts), size):
+        batch = [texts[i] for i in order[first : first + size]]
+        given = model.tokenizer(batch, return_tensors="pt", padding=True)
+        mask = given["attention_mask"]
+        ids = model.model.generate(
+            given["input_ids"], attention_mask=mask, num_beams=K, max_new_tokens=LONGEST
+        )
+        best += model.decode(ids.tolist())
+    return [text for _, text in sorted(zip(order, best, strict=True))]
+
+
+def engines(
+    models: dict[str, TextModel], translators: dict[str, Any], batch: int | None
+) -> list[Engine]:
+    """Return the engines to compare, with this batch size or each with its own."""
+    found = []
+    for weights, model in models.items():
+        size = batch or ROWS["cpu"] // K
+        if weights in translators:
+            translate = partial(by_ctranslate2, model, translators[weights], batch or RIVAL_BATCH)
+            found.append(Engine(RIVAL, weights, translate))
+        for name, (design, temperature) in DESIGNS.items():
+            found.append(Engine(name, weights, partial(ours, model, design, temperature, size)))
+    if batch == SLOW_BATCH:
+        generate = partial(by_transformers, models["float32"], batch)
+        found.append(Engine("transformers, beam search", "float32", generate))
+    return found
+
+
+def compared(
+    every: list[Engine], batch: str, texts: list[str], references: list[str], rounds: int
+) -> list[Row]:
+    """Return a row for each engine."""
+    from sacrebleu import corpus_bleu
+
+    threads = torch.get_num_threads()
+    rates: dict[tuple[str, str], list[float]] = {(e.name, e.weights): [] for e in every}
+    work: dict[tuple[str, str], list[float]] = {key: [] for key in rates}
+    bleu: dict[tuple[str, str], float] = {}
+    for n in range(-1, rounds):
+        for engine in every:
+            torch.set_num_threads(threads)  # CTranslate2 sets the number for the whole process
+            given = texts if n >= 0 else texts[: max(2, len(texts) // 20)]
+            start = time.perf_counter(), time.process_time()
+            found = engine.run(given)
+            ends = time.perf_counter(), time.process_time()
+            rate, own_rate = (len(given) / (b - a) for a, b in zip(start, ends, strict=True))
+            print(f"{n} {batch} {engine.name} {engine.weights} {rate:.1f}", flush=True)
+            if n >= 0:
+                rates[engine.name, engine.weights].append(rate)
+                work[engine.name, engine.weights].append(own_rate)
+                bleu[engine.name, engine.weights] = corpus_bleu(found, [references]).score
+    rows: list[Row] = []
+    for (name, weights), own in rates.items():
+        of_cores = work[name, weights]
+        rows.append(
+            {
+                "batch": batch,
+                "what": name,
+                "weights": weights,
+                "sentences a second": statistics.median(own),
+                "over CTranslate2": ratio(own, rates.get((RIVAL, weights))),
+                "a second of a core": statistics.median(of_cores),
+                "over CTranslate2 there": ratio(of_cores, work.get((RIVAL, weights))),
+                "BLEU": f"{bleu[name, weights]:.2f}" if "beam" in name else "-",
+            }
+        )
+        print(rows[-1], flush=True)
+    return rows
+
+
+def ratio(own: list[float], rival: list[float] | None) -> float | str:
+    """Return the median of the ratios of single rounds."""
+    if rival is None:
+        return "-"
+    return statistics.median(a / b for a, b in zip(own, rival, strict=True))
+
+
+def main() -> None:
+    """Measure, print a table and write JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--source", type=Path, help="sentences to translate, one a line")
+    parser.add_argument("--reference", type=Path, help="their translations, one a line")
+    parser.add_argument(
+        "--sentences", type=int, default=3003, help="translate this many, evenly spread"
+    )
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--page", type=Path, help="put the figures into the tables of this page")
+    arguments = parser.parse_args()
+    results: dict[str, Any] = {}
+    if arguments.json and arguments.json.exists():
+        results = json.loads(arguments.json.read_text())
+    if arguments.source:
+        texts, references = (
+            path.read_text(encoding="utf-8").splitlines()
+            for path in (arguments.source, arguments.reference)
+        )
+        results = {
+            "engines_cpu": measured(texts, references, arguments.sentences, arguments.rounds)
+        }
+        results["on"] = machine() | {"sentences": arguments.sentences, "rounds": arguments.rounds}
+        print(table(results["engines_cpu"]))
+    if arguments.json:
+        arguments.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    if arguments.page:
+        arguments.page.write_text(into_readme(arguments.page.read_text(), results))
+
+
+def measured(texts: list[str], references: list[str], sentences: int, rounds: int) -> list[Row]:
+    """Return all rows; small batches translate fewer sentences."""
+    models = {
+        w: load("en-fr", device="cpu", quantize=q) for w, q in (("float32", None), ("int8", "int8"))
+    }
+    translators: dict[str, Any] = {}
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as folder:
+        if find_spec("ctranslate2") is None:
+            print("CTranslate2 is not installed: its rows are left out")
+        else:
+            import ctranslate2
+
+            convert(models["float32"], Path(folder))
+            threads = torch.get_num_threads()
+            for weights in models:
+                translators[weights] = ctranslate2.Translator(
+                    folder, "cpu", compute_type=weights, inter_threads=threads, intra_threads=1
+                )
+            torch.set_num_threads(threads)
+        for batch, fewer in ((None, 1), (SLOW_BATCH, 6), (1, 12)):
+            step = max(1, round(len(texts) * fewer / sentences))
+            given = (engines(models, translators, batch), str(batch or "own"))
+            rows += compared(*given, texts[::step], references[::step], rounds)
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""Compiles ``kernels.c`` when it is first needed, if the machine has a C compiler.
+
+The library is kept in the user's cache folder, under a name that depends on the source, the flags
+and the processor. Without a compiler, or where anything goes wrong, there is no library, and torch
+does the same in more time.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("cpsbs")
+
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = (
+    *("-O3", "-march=native", "-shared", "-fPIC"),
+    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
+)
+"""Sums may be reordered. ``-ffast-math`` would make the whole process flush subnormal numbers."""
+
+MOST_TERMS = 4
+"""The most power sums that ``read_scores`` computes."""
+SECONDS = 60
+"""How long the compiler may take."""
+
+LANES = 16
+"""The size of a head must be a multiple of this many numbers, and scratch memory is rounded up."""
+
+POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+ARGUMENTS: dict[str, list[Any]] = {
+    "attend": [
+        *(POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER),
+        *(POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL, POINTER, POINTER),
+    ],
+    "put": [POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER, INTEGER, INTEGER],
+    "read_scores": [POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL, POINTER, POINTER],
+    "round_rows": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
+    "finish_rows": [POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER],
+}
+"""The types of the arguments of each function in ``kernels.c``."""
+
+
+@functools.cache
+def library() -> Any | None:
+    """Return the compiled functions, or None where there are none; the reason is logged."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None or platform.system() != "Linux":
+        log.info("decoding on the CPU uses torch alone: there is no C compiler")
+        return None
+    try:
+        found = ctypes.CDLL(str(_built(compiler)))
+        for name, types in ARGUMENTS.items():
+            getattr(found, name).argtypes = types
+            getattr(found, name).restype = None
+    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+        log.info("decoding on the CPU uses torch alone: %s", error)
+        return None
+    return found
+
+
+def _built(compiler: str) -> Path:
+    """Return the library, compiled now unless it is in the cache folder."""
+    source = SOURCE.read_bytes()
+    key = hashlib.sha256(source + repr((compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpsbs"
+    library = folder / f"kernels-{key}.so"
+    if library.exists():
+        return library
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # Compiled elsewhere and moved, so that no other process ever loads half a file.
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        made = Path(scratch) / library.name
+        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
+        os.replace(made, library)
+    return library
+
+
+def _processor() -> str:
+    """Return what identifies the instructions of this processor."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    kinds = ("model name", "flags", "Features", "CPU part")
+    return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def address(x: Tensor | None) -> int | None:
+    """Return where the numbers of a tensor are, for an argument of a compiled function."""
+    return None if x is None else x.data_ptr()
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return a matrix whose rows are contiguous, as compiled functions take them."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return 128 + x / scale as bytes [n, d], and the scales [n, 1], if there is a library."""
+    compiled = library()
+    if compiled is None:
+        return None
+    x = x.contiguous()
+    rounded, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty((len(x), 1))
+    compiled.round_rows(address(x), *x.shape, address(rounded), address(scale))
+    return rounded, scale
+
+
+def finished_rows(
+    product: Tensor, scale: Tensor, bias: Tensor | None, residual: Tensor | None, out: Tensor
+) -> bool:
+    """Write product · scale + bias + residual into ``out``, if there is a library.
+
+    All are [n, d] and contiguous, but the scale is [n, 1] and the bias [d]; ``out`` may be the
+    product itself.
+    """
+    compiled = library()
+    if compiled is None:
+        return False
+    given = [address(x) for x in (product, scale, bias, residual)]
+    compiled.finish_rows(*given, *product.shape, address(out))
+    return True

@@ -1,0 +1,203 @@
+/* Loops of a decoding step that torch has no fast call for: attention of few rows to few keys, and
+   the rounding of rows to eight bits. compiled.py compiles this file and says what the arguments
+   are. All matrices are row-major, and a stride is the number of elements between rows. */
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+
+#define LANES 16
+#define NOTHING -1e30f
+
+static inline float sum_of(vec x) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += x[i];
+    return total;
+}
+
+static inline vec filled(float x) {
+    vec all;
+    for (int i = 0; i < LANES; i++) all[i] = x;
+    return all;
+}
+
+/* e^x for x <= 0, to a unit in the last place or two; 0 below -87, and NaN for NaN. */
+static inline vec exponential(vec x) {
+    ivec counts = ~(x < -87.0f); /* all bits of a lane are set, or none */
+    x = (vec)((ivec)x & counts);
+    ivec power = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);
+    vec n = __builtin_convertvector(power, vec);
+    vec f = x - n * 0.693359375f;
+    f = f - n * -2.12194440e-4f;
+    vec p = filled(1.9875691500e-4f);
+    p = p * f + 1.3981999507e-3f;
+    p = p * f + 8.3334519073e-3f;
+    p = p * f + 4.1665795894e-2f;
+    p = p * f + 1.6666665459e-1f;
+    p = p * f + 5.0000001201e-1f;
+    p = p * f * f + f + 1.0f;
+    p = p * (vec)((power + 127) << 23);
+    return (vec)((ivec)p & counts);
+}
+
+static inline vec larger(vec x, vec y) {
+    ivec first = x > y;
+    return (vec)(((ivec)x & first) | ((ivec)y & ~first));
+}
+
+static inline float largest_of(vec x) {
+    float largest = x[0];
+    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
+    return largest;
+}
+
+/* The next LANES numbers, or those that are left, followed by others. */
+static inline vec some(const float *x, int64_t left, float other) {
+    if (left >= LANES) return *(const vec *)x;
+    vec found = filled(other);
+    for (int64_t i = 0; i < left; i++) found[i] = x[i];
+    return found;
+}
+
+static inline __attribute__((always_inline)) void attend_row(
+    const float *query, const float *keys, const float *values, const int32_t *slot, int64_t count,
+    float scale, float *weight, float *out, const int dim) {
+    const int parts = dim / LANES;
+    const vec *q = (const vec *)query;
+    float largest = NOTHING;
+    for (int64_t i = 0; i < count; i++) {
+        const vec *key = (const vec *)(keys + (int64_t)slot[i] * dim);
+        vec product = q[0] * key[0];
+        for (int d = 1; d < parts; d++) product += q[d] * key[d];
+        float score = scale * sum_of(product);
+        weight[i] = score;
+        largest = score > largest ? score : largest;
+    }
+    for (int64_t i = count; i % LANES; i++) weight[i] = NOTHING;
+    vec totals = filled(0);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vec x = *(vec *)(weight + i) - largest;
+        x = exponential(x);
+        *(vec *)(weight + i) = x;
+        totals += x;
+    }
+    float over = 1.0f / sum_of(totals);
+    vec sum[dim / LANES];
+    for (int d = 0; d < parts; d++) sum[d] = filled(0);
+    for (int64_t i = 0; i < count; i++) {
+        const vec *value = (const vec *)(values + (int64_t)slot[i] * dim);
+        for (int d = 0; d < parts; d++) sum[d] += weight[i] * value[d];
+    }
+    for (int d = 0; d < parts; d++) ((vec *)out)[d] = sum[d] * over;
+}
+
+/* out[r, h] = attention of query[r, h] to the slots table[table_row[r], :length[r]] of source[r].
+   Rows are in the order of their sources, so that a source's keys are read once from memory. */
+void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
+            int64_t capacity, const int32_t *table, int64_t table_stride, const int32_t *table_row,
+            const int32_t *length, const int32_t *source, int64_t rows, int64_t heads,
+            int64_t group, int64_t dim, float scale, float *weight, float *out) {
+    for (int64_t first = 0, end; first < rows; first = end) {
+        for (end = first + 1; end < rows && source[end] == source[first];) end++;
+        for (int64_t h = 0; h < heads; h++) {
+            int64_t start = (source[first] * heads + h) * capacity * dim;
+            for (int64_t r = first; r < end; r++) {
+                const int32_t *slot = table + table_row[r] * table_stride;
+                for (int64_t g = 0; g < group; g++) {
+                    int64_t place = (h * group + g) * dim;
+                    const float *q = query + r * query_stride + place;
+                    float *o = out + r * heads * group * dim + place;
+                    const float *k = keys + start, *v = values + start;
+                    int64_t n = length[r];
+                    switch (dim) {
+                    case 32: attend_row(q, k, v, slot, n, scale, weight, o, 32); break;
+                    case 64: attend_row(q, k, v, slot, n, scale, weight, o, 64); break;
+                    case 128: attend_row(q, k, v, slot, n, scale, weight, o, 128); break;
+                    default: attend_row(q, k, v, slot, n, scale, weight, o, dim);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/* memory[source[r], h, slot[r]] = rows[r, h]. */
+void put(const float *rows, int64_t stride, float *memory, int64_t capacity, const int32_t *source,
+         const int32_t *slot, int64_t count, int64_t heads, int64_t dim) {
+    for (int64_t r = 0; r < count; r++)
+        for (int64_t h = 0; h < heads; h++)
+            memcpy(memory + ((source[r] * heads + h) * capacity + slot[r]) * dim,
+                   rows + r * stride + h * dim, dim * sizeof(float));
+}
+
+/* rounded = 128 + rows / scale in integers, with scale = the largest |x| of a row / 127. */
+void round_rows(const float *rows, int64_t count, int64_t dim, uint8_t *rounded, float *scale) {
+    for (int64_t r = 0; r < count; r++) {
+        const float *x = rows + r * dim;
+        uint8_t *y = rounded + r * dim;
+        vec most = filled(1e-30f);
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vec part = some(x + i, dim - i, 0.0f);
+            most = larger(most, larger(part, -part));
+        }
+        float largest = largest_of(most);
+        scale[r] = largest / 127.0f;
+        float over = 127.0f / largest;
+        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int32_t)(x[i] * over + 128.5f);
+    }
+}
+
+/* out = product * scale of its row + bias + residual; bias and residual may be null. */
+void finish_rows(const float *product, const float *scale, const float *bias, const float *residual,
+                 int64_t count, int64_t dim, float *out) {
+    for (int64_t r = 0; r < count; r++) {
+        const float *x = product + r * dim, *more = residual + r * dim;
+        float *y = out + r * dim, s = scale[r];
+        if (bias && residual)
+            for (int64_t i = 0; i < dim; i++) y[i] = x[i] * s + bias[i] + more[i];
+        else if (bias)
+            for (int64_t i = 0; i < dim; i++) y[i] = x[i] * s + bias[i];
+        else if (residual)
+            for (int64_t i = 0; i < dim; i++) y[i] = x[i] * s + more[i];
+        else
+            for (int64_t i = 0; i < dim; i++) y[i] = x[i] * s;
+    }
+}
+
+/* For each chunk of a row of scores: its maximum, and sums[j] = the sum of e^{(j + 1)(x - maximum)
+   over} for j < terms. The sums are [terms, count, chunks]. */
+void read_scores(const float *rows, int64_t count, int64_t tokens, int64_t length, int64_t terms,
+                 float over, float *maxima, float *sums) {
+    int64_t chunks = (tokens + length - 1) / length;
+    for (int64_t c = 0; c < count * chunks; c++) {
+        int64_t first = c % chunks * length;
+        int64_t size = tokens - first < length ? tokens - first : length;
+        const float *x = rows + c / chunks * tokens + first;
+        vec most = filled(-INFINITY);
+        for (int64_t i = 0; i < size; i += LANES)
+            most = larger(most, some(x + i, size - i, -INFINITY));
+        float largest = largest_of(most);
+        maxima[c] = largest;
+        vec sum[4] = {filled(0), filled(0), filled(0), filled(0)};
+        if (largest > -INFINITY) {
+            for (int64_t i = 0; i < size; i += LANES) {
+                vec y = (some(x + i, size - i, -INFINITY) - largest) * over;
+                vec weight = exponential(y), power = weight;
+                sum[0] += weight;
+                if (terms > 1) { /* squares of weights below e^-20 do not count beside 1 */
+                    weight = (vec)((ivec)weight & ~(y < -20.0f));
+                    power = weight;
+                }
+                for (int64_t j = 1; j < terms; j++) {
+                    power = power * weight;
+                    sum[j] += power;
+                }
+            }
+        } else
+            for (int64_t i = 0; i < size; i++) sum[0][0] += x[i] != x[i] ? x[i] : 0.0f;
+        for (int64_t j = 0; j < terms; j++) sums[j * count * chunks + c] = sum_of(sum[j]);
+    }
+}

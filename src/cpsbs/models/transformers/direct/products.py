@@ -1,0 +1,120 @@
+"""Products with weight matrices, prepared once for many steps on a CPU.
+
+A step multiplies a few rows with every weight of the model. oneDNN does that in a layout of its own
+several times as fast for few rows, and adds the bias, the residual or the activation while it
+writes the result. Torch brings it, under names that it uses for compiled models. Where these are
+missing, ``torch.nn.functional.linear`` takes their place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight
+
+ACTIVATIONS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
+    "relu": ("relu", "", functional.relu),
+    "silu": ("swish", "", functional.silu),
+    "swish": ("swish", "", functional.silu),
+    "gelu": ("gelu", "none", functional.gelu),
+    "gelu_new": ("gelu", "tanh", functools.partial(functional.gelu, approximate="tanh")),
+}
+"""Activations by the names of transformers: oneDNN's name and variant, and torch's function."""
+
+
+class Product:
+    """x ↦ act(x Wᵀ + b) for rows x [n, in], or x Wᵀ + b + residual.
+
+    Args:
+        weights: weight matrices [out, in] with their biases [out] or None, one below the other.
+        activation: a name in ``ACTIVATIONS``, or None.
+        copy: whether the weights may be copied into another layout.
+    """
+
+    def __init__(
+        self,
+        weights: list[tuple[Tensor | Int8Weight, Tensor | None]],
+        activation: str | None = None,
+        copy: bool = True,
+    ) -> None:
+        name, variant = "none", ""
+        self._act: Callable[[Tensor], Tensor] | None = None
+        if activation is not None:
+            name, variant, self._act = ACTIVATIONS[activation]
+        self._attributes: tuple[Any, ...] = (name, [], variant)
+        self._bias = _below_each_other(weights)
+        self._int8: Int8Weight | None = None
+        self._weight: Tensor | None = None
+        self._packed: Any = None
+        given = [weight for weight, _ in weights]
+        quantized = [weight for weight in given if isinstance(weight, Int8Weight)]
+        if quantized:
+            self._int8 = Int8Weight.below_each_other(quantized)
+            return
+        plain = [weight.detach() for weight in given if isinstance(weight, Tensor)]
+        self._weight = plain[0] if len(plain) == 1 else torch.cat(plain)
+        if copy and onednn_packs():
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
+            self._weight = None
+
+    def add_bias(self, bias: Tensor) -> None:
+        """Add another bias [out]."""
+        bias = bias.detach()
+        self._bias = bias if self._bias is None else self._bias + bias
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return the product for the rows x; ``residual`` [n, out] only without an activation."""
+        if self._packed is not None:
+            products: Any = torch.ops.mkldnn._linear_pointwise
+            if residual is not None:
+                added: Tensor = products.binary(x, residual, self._packed, self._bias, "add")
+                return added
+            product: Tensor = products(x, self._packed, self._bias, *self._attributes)
+            return product
+        if self._int8 is not None:
+            y = self._int8.product(x, self._bias, residual)
+        else:
+            assert self._weight is not None
+            y = functional.linear(x, self._weight, self._bias)
+            y = y if residual is None else y.add_(residual)
+        return y if self._act is None else self._act(y)
+
+
+def product_of(*layers: Any, activation: str | None = None, copy: bool = True) -> Product:
+    """Return the product with the weights of some ``Linear`` layers, one below the other."""
+    weights: list[tuple[Tensor | Int8Weight, Tensor | None]] = [
+        (layer.quantized if isinstance(layer, Int8Linear) else layer.weight, layer.bias)
+        for layer in layers
+    ]
+    return Product(weights, activation, copy)
+
+
+def _below_each_other(weights: list[tuple[Tensor | Int8Weight, Tensor | None]]) -> Tensor | None:
+    """Return the biases [out] of all weights, zero where one has none; None if all have none."""
+    if all(bias is None for _, bias in weights):
+        return None
+    every = [
+        torch.zeros(weight.shape[0]) if bias is None else bias.detach() for weight, bias in weights
+    ]
+    return every[0] if len(every) == 1 else torch.cat(every)
+
+
+@functools.cache
+def onednn_packs() -> bool:
+    """Return whether torch has oneDNN's products with packed weights here, and they are right."""
+    x, weight, bias = torch.eye(3, 5), torch.arange(20.0).view(4, 5), torch.arange(4.0)
+    try:
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        products: Any = torch.ops.mkldnn._linear_pointwise
+        found = products(x, packed, bias, "relu", [], "")
+        added = products.binary(x, found, packed, bias, "add")
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    wanted = functional.linear(x, weight, bias)
+    return torch.allclose(found, wanted.relu()) and torch.allclose(added, wanted + found)

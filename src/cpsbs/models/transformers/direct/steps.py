@@ -1,0 +1,230 @@
+"""Decoding steps on a CPU that run the layers of a known architecture directly.
+
+The ordinary steps of transformers reorder the KV cache at every step, give every hypothesis keys of
+its own, and make some hundred calls besides those that compute. Direct steps make only these. What
+a model computes this way is compared with its ordinary steps before it is relied on; where they
+differ, or a model is not one that ``families`` knows, the search goes on with the ordinary steps
+and says so once in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from cpsbs.backends.cpu.compiled import library
+from cpsbs.models.transformers.direct.decoder import Decoder, Encoded
+from cpsbs.models.transformers.direct.families import (
+    UnknownArchitectureError,
+    decoder_of,
+    parameters,
+)
+from cpsbs.models.transformers.direct.slots import Slots
+from cpsbs.models.transformers.int8 import is_quantized
+
+log = logging.getLogger("cpsbs")
+
+MOST_ROWS = 32
+"""The most rows of a source without compiled attention: torch lets all rows of a source attend to
+all of its slots, and the work for those that are masked grows with the number of rows."""
+
+KNOWN_INPUTS = frozenset(
+    {"attention_mask", "encoder_outputs", "past_key_values", "position_ids", "use_cache"}
+    | {"logits_to_keep", "cache_position"}
+)
+"""The inputs of a model after its prefill for which direct steps are right."""
+
+TOLERANCE, INT8_TOLERANCE = 1e-5, 1e-2
+"""How much log-probabilities of direct and ordinary steps may differ, relative to 32 + the largest
+score. With int8 weights, inputs that differ in the last digit may be rounded to other integers."""
+
+SAMPLES = 8
+"""How many numbers of every weight tell whether it has changed."""
+
+
+class OrdinarySteps(Protocol):
+    """The model's own steps, with which direct steps are compared before they are used."""
+
+    vocab_size: int
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""
+        ...
+
+
+@dataclass
+class Prepared:
+    """What is known of a model: its prepared decoder, or why there is none."""
+
+    state: WeightState
+    decoder: Decoder | None = None
+    verified: bool = False
+    logged: bool = False
+
+
+PREPARED: WeakKeyDictionary[Any, Prepared] = WeakKeyDictionary()
+"""The models that were asked for direct steps."""
+
+
+@torch.no_grad()
+def begin(
+    model: Any,
+    inputs: Mapping[str, Any],
+    rows: int,
+    reference: Callable[[], OrdinarySteps],
+) -> DirectSteps | None:
+    """Return direct steps after the prefill, or None where they are impossible.
+
+    The reason is logged once for each model.
+
+    Args:
+        model: a transformers model on a CPU, not in training mode.
+        inputs: what the model has after the prefill, with one row for each source; it is left as
+            it is.
+        rows: the most rows that a source gets in the first step.
+        reference: returns the model's ordinary steps, which start from the same inputs.
+    """
+    state = WeightState.of(model)
+    known = PREPARED.get(model)
+    if known is None or known.state != state:
+        known = PREPARED[model] = Prepared(state, logged=known is not None and known.logged)
+        try:
+            known.decoder = decoder_of(model)
+        except Exception as error:
+            _say(model, known, error)
+    if known.decoder is None or (rows > MOST_ROWS and library() is None):
+        return None
+    try:
+        if not known.verified:
+            _compare(DirectSteps(known.decoder, inputs), reference(), _tolerance(model))
+            known.verified = True
+        return DirectSteps(known.decoder, inputs)
+    except UnusualInputsError as error:
+        _say(model, known, error)
+    except Exception as error:
+        known.decoder = None
+        _say(model, known, error)
+    return None
+
+
+def _say(model: Any, known: Prepared, error: Exception) -> None:
+    """Log why a model takes ordinary steps, once."""
+    expected = isinstance(error, UnknownArchitectureError | UnusualInputsError)
+    reason = str(error) if expected else f"{type(error).__name__}: {error}"
+    if not known.logged:
+        log.info("%s takes the ordinary steps of transformers: %s", type(model).__name__, reason)
+    known.logged = True
+
+
+class UnusualInputsError(Exception):
+    """A model has inputs for which direct steps may be wrong; the message says which."""
+
+
+class DirectSteps:
+    """The steps of one search.
+
+    Args:
+        decoder: the prepared parts of the model.
+        inputs: see ``begin``.
+    """
+
+    def __init__(self, decoder: Decoder, inputs: Mapping[str, Any]) -> None:
+        given = {name for name, value in inputs.items() if value is not None}
+        unusual = sorted(given - KNOWN_INPUTS)
+        if unusual:
+            raise UnusualInputsError(f"it was given {', '.join(unusual)}")
+        cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
+        if cache is None or (mask is not None and mask.ndim != 2):
+            raise UnusualInputsError("it has no KV cache, or an attention mask of another shape")
+        self._decoder, self._encoded = decoder, None
+        crosses = decoder.layers[0].cross is not None
+        prompt = _keys_and_values(cache.self_attention_cache if crosses else cache)
+        sources, _, length, _ = prompt[0][0].shape
+        visible = torch.ones((sources, length), dtype=torch.bool)
+        if crosses:
+            self._encoded = Encoded(_keys_and_values(cache.cross_attention_cache), mask)
+        elif mask is not None:
+            visible = mask[:, :length].bool()  # transformers has added the next token to it
+        self._slots = Slots(prompt, visible)
+
+    @property
+    def sources(self) -> int:
+        """The number of sources."""
+        return self._slots.sources
+
+    def advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""
+        left = self._slots.advance(parent)
+        if left is not None and self._encoded is not None:
+            self._encoded.keep(left)
+        return self._decoder.step(token, self._slots, self._encoded)
+
+
+def _keys_and_values(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    """Return the keys and values [S, heads, T, dim] of all layers of a plain KV cache."""
+    from transformers.cache_utils import DynamicLayer
+
+    if not hasattr(cache, "layers") or any(type(x) is not DynamicLayer for x in cache.layers):
+        raise UnusualInputsError(f"its KV cache is a {type(cache).__name__} of other layers")
+    return [(layer.keys, layer.values) for layer in cache.layers]
+
+
+class WeightState:
+    """Tells whether the weights of a model are still the same.
+
+    Most ways to change a weight show in its version or its address. Those that do not, such as
+    ``weight.data += …``, show in a sample of its numbers.
+    """
+
+    def __init__(self, places: list[tuple[int, int]], sample: Tensor) -> None:
+        self._places, self._sample = places, sample
+
+    @staticmethod
+    def of(model: Any) -> WeightState:
+        """Return the present state of a model's weights."""
+        every = [x.detach() for x in parameters(model)]
+        versions = [0 if x.is_inference() else x._version for x in every]
+        places = [(x.data_ptr(), version) for x, version in zip(every, versions, strict=True)]
+        flat = [x.reshape(-1) for x in every if x.numel()]
+        some = [x[:: max(1, x.numel() // SAMPLES)].double() for x in flat]
+        return WeightState(places, torch.cat(some) if some else torch.empty(0))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, WeightState):
+            return NotImplemented
+        return self._places == other._places and torch.equal(self._sample, other._sample)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _tolerance(model: Any) -> float:
+    """Return how much log-probabilities may differ, relative to 32 + the largest score."""
+    return INT8_TOLERANCE if is_quantized(model) else TOLERANCE
+
+
+def _compare(direct: DirectSteps, reference: OrdinarySteps, tolerance: float) -> None:
+    """Raise if direct steps give other scores than ordinary ones.
+
+    In the first step every source gets two rows, in the second these change places, and in the
+    third every other source loses one of them.
+    """
+    sources = torch.arange(direct.sources)
+    twice = sources.repeat_interleave(2)
+    swapped = torch.arange(len(twice)) ^ 1
+    some = (torch.arange(len(twice)) % 4 != 1).nonzero()[:, 0]
+    for n, parent in enumerate((twice, swapped, some)):
+        # Every row and step gets another token, so that a mistaken row or position shows.
+        token = (7 * torch.arange(len(parent)) + 3 + n) % reference.vocab_size
+        expected = reference.advance(parent, token)
+        found = direct.advance(parent, token)
+        p, wanted = expected.softmax(-1), expected.log_softmax(-1)
+        gap = torch.where(p > 0, p * (found.log_softmax(-1) - wanted).abs(), 0.0).sum(-1).amax()
+        scale = expected.masked_fill(expected.isinf(), 0.0).abs().amax()
+        if not bool(gap <= tolerance * (32 + scale)):
+            raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {n + 1}")

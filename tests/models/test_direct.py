@@ -1,0 +1,298 @@
+"""Steps that run the layers directly give the scores of the ordinary ones, or are not taken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MarianConfig,
+    MarianMTModel,
+)
+
+from cpsbs import TransformersModel, search
+from cpsbs.backends.cpu import compiled
+from cpsbs.models.transformers.direct import attention, decoder, steps
+from cpsbs.models.transformers.direct.products import Product, onednn_packs
+from cpsbs.models.transformers.int8 import quantize
+from tests.models.tiny import EOS, PAD, make, prompts
+
+FAMILIES = ["llama", "gpt2", "marian", "bart"]
+
+
+def wide(name: str) -> Any:
+    """A model whose heads have 16 numbers, as compiled attention needs."""
+    ends: dict[str, Any] = {"eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": 30}
+    both: dict[str, Any] = {
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 64,
+        "init_std": 0.3,
+        "scale_embedding": True,
+        **ends,
+    }
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    model: Any = {
+        "llama": lambda: LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64,
+                intermediate_size=48,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                initializer_range=0.3,
+                **ends,
+            )
+        ),
+        "gpt2": lambda: GPT2LMHeadModel(
+            GPT2Config(n_positions=64, n_embd=64, n_layer=2, n_head=4, **ends)
+        ),
+        "marian": lambda: MarianMTModel(
+            MarianConfig(
+                decoder_vocab_size=30,
+                decoder_start_token_id=PAD,
+                activation_function="swish",
+                **both,
+            )
+        ),
+        "bart": lambda: BartForConditionalGeneration(
+            BartConfig(decoder_start_token_id=EOS, **both)
+        ),
+    }[name]()
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias += torch.randn(30)
+    torch.set_rng_state(state)
+    return model.eval()
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a test with compiled loops, and with torch alone."""
+    if request.param == "torch":
+        for module in (attention, steps, compiled):
+            monkeypatch.setattr(module, "library", lambda: None)
+    elif compiled.library() is None:
+        pytest.skip("there is no C compiler")
+
+
+@pytest.fixture(autouse=True)
+def _forget() -> Iterator[None]:
+    steps.PREPARED.clear()
+    yield
+    steps.PREPARED.clear()
+
+
+def walk(model: TransformersModel, n: int) -> Iterator[Tensor]:
+    """Yield the scores of n random steps, in which rows multiply, change places and end."""
+    random = torch.Generator().manual_seed(1)
+    yield model.start()
+    source = torch.arange(model.sources)
+    for step in range(n):
+        if step == 0:
+            parent = source.repeat_interleave(4)
+        else:
+            counts = torch.bincount(source, minlength=model.sources)
+            parts = []
+            for s, count in enumerate(counts.tolist()):
+                ended = step > 25 and s == 1
+                more = 0 if ended or not count else int(torch.randint(1, 6, (1,), generator=random))
+                first = int(counts[:s].sum())
+                parts.append(first + torch.randint(max(count, 1), (more,), generator=random))
+            parent = torch.cat(parts)
+        source = source[parent]
+        yield model.advance(parent, torch.randint(2, 30, (len(parent),), generator=random))
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize("name", FAMILIES)
+@torch.no_grad()
+def test_the_scores_are_those_of_the_ordinary_steps(name: str) -> None:
+    """Over more steps than slots are kept for, with sources that end and prompts with padding."""
+    model = wide(name)
+    direct, ordinary = (TransformersModel(model, **prompts(model)) for _ in range(2))
+    ordinary._may_be_direct = False
+    for found, expected in zip(walk(direct, 40), walk(ordinary, 40), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert direct._direct is not None
+    assert ordinary._direct is None
+    # A second search begins anew.
+    for found, expected in zip(walk(direct, 3), walk(ordinary, 3), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("k", [1, 5])
+def test_a_search_finds_the_same(name: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = wide(name)
+    eos = list(range(1, 9))
+
+    def run() -> Any:
+        wrapped = TransformersModel(model, **prompts(model), eos_token_id=eos)
+        return search(wrapped, k, max_length=40, generator=3), wrapped
+
+    found, wrapped = run()
+    assert wrapped._direct is not None or int(found.lengths.max()) == 1
+    monkeypatch.setattr(TransformersModel, "_begin_directly", lambda *_: None)
+    expected, _ = run()
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(found.log_prob, expected.log_prob, rtol=0, atol=1e-4)
+
+
+def test_processors_see_the_whole_prefix() -> None:
+    model, seen = wide("marian"), []
+
+    def note(ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(ids.clone())
+        return scores
+
+    inputs = prompts(model)
+    wrapped = TransformersModel(model, logits_processor=[note], **inputs)
+    beams = search(wrapped, 3, max_length=6, generator=0)
+    assert wrapped._direct is not None
+    assert not wrapped.concurrent
+    known = {tuple(row) for ids in seen for row in ids.tolist()}
+    first = beams.sequences[0, 0, :3].tolist()
+    assert (PAD, *first) in known
+
+
+def steps_of(model: Any, **changes: Any) -> tuple[TransformersModel, Tensor]:
+    wrapped = TransformersModel(model, **prompts(model), **changes)
+    with torch.no_grad():
+        wrapped.start()
+        scores = wrapped.advance(torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7]))
+    return wrapped, scores
+
+
+@pytest.mark.parametrize("change", ["t5", "hook", "float64", "module", "forward", "own mask"])
+def test_what_is_unusual_takes_ordinary_steps(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With one line in the log, however many searches there are."""
+    model, given = make("t5") if change == "t5" else wide("marian"), {}
+    layer = model.decoder.block[0] if change == "t5" else model.model.decoder.layers[0]
+    if change == "hook":
+        layer.register_forward_hook(lambda *_: None)
+    elif change == "float64":
+        model = model.double()
+    elif change == "module":
+        layer.fc1 = torch.nn.Sequential(layer.fc1, Twice()).eval()
+    elif change == "forward":
+        layer.fc1.forward = lambda x: torch.zeros(*x.shape[:-1], 48)
+    elif change == "own mask":
+        given = {"decoder_attention_mask": torch.ones((3, 1), dtype=torch.int64)}
+    with caplog.at_level(logging.INFO, logger="cpsbs"):
+        for _ in range(2):
+            assert steps_of(model, **given)[0]._direct is None
+    said = [r.message for r in caplog.records if "ordinary steps of transformers" in r.message]
+    assert len(said) == 1
+    assert type(model).__name__ in said[0]
+
+
+class Twice(torch.nn.Module):
+    """A layer that is not of transformers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_wrong_steps_are_noticed_and_not_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = decoder.Decoder.step
+    monkeypatch.setattr(decoder.Decoder, "step", lambda *x: right(*x) * 1.01)
+    with caplog.at_level(logging.INFO, logger="cpsbs"):
+        wrapped, found = steps_of(wide("marian"))
+    assert wrapped._direct is None
+    assert "log-probabilities differ by" in caplog.text
+    monkeypatch.undo()
+    torch.testing.assert_close(found, steps_of(wide("marian"))[1], rtol=1e-4, atol=1e-4)
+
+
+def test_a_model_in_training_or_with_gradients_takes_ordinary_steps() -> None:
+    model = wide("marian")
+    wrapped = TransformersModel(model, **prompts(model))
+    wrapped.start()
+    scores = wrapped.advance(torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7]))
+    assert wrapped._direct is None
+    assert scores.requires_grad
+    model.train()
+    assert steps_of(model)[0]._direct is None
+
+
+@pytest.mark.parametrize("way", ["in place", "data", "replaced"])
+def test_new_weights_are_noticed(way: str) -> None:
+    model = wide("llama")
+    before = steps_of(model)[1]
+    weight = model.model.layers[1].mlp.up_proj.weight
+    if way == "in place":
+        with torch.no_grad():
+            weight.mul_(-1)
+    elif way == "data":
+        weight.data *= -1
+    else:
+        model.model.layers[1].mlp.up_proj.weight = torch.nn.Parameter(-weight.detach())
+    wrapped, after = steps_of(model)
+    assert wrapped._direct is not None
+    assert not torch.allclose(before, after)
+    steps.PREPARED.clear()
+    torch.testing.assert_close(after, steps_of(model)[1])
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_new"])
+@pytest.mark.parametrize("copy", [False, True])
+def test_products_are_those_of_torch(activation: str | None, copy: bool) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, first, second, bias, residual = (
+        torch.randn(shape, generator=random)
+        for shape in ((7, 24), (10, 24), (6, 24), (6,), (7, 16))
+    )
+    product = Product([(first, None), (second, bias)], activation, copy)
+    wanted = x @ torch.cat([first, second]).T + torch.cat([torch.zeros(10), bias])
+    if activation is None:
+        torch.testing.assert_close(product(x, residual), wanted + residual)
+        product.add_bias(torch.ones(16))
+        torch.testing.assert_close(product(x), wanted + 1)
+    else:
+        kinds = {
+            "relu": torch.relu,
+            "silu": torch.nn.functional.silu,
+            "gelu": torch.nn.functional.gelu,
+            "gelu_new": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
+        }
+        torch.testing.assert_close(product(x), kinds[activation](wanted))
+    assert onednn_packs() in (True, False)
+
+
+@pytest.mark.usefixtures("_either")
+def test_int8_steps_are_close_to_those_in_float32() -> None:
+    """And they are those of the model's own forward pass, with the same int8 products."""
+    exact = steps_of(wide("marian"))[1].log_softmax(-1)
+    model = wide("marian")
+    quantize(model)
+    wrapped, scores = steps_of(model)
+    assert wrapped._direct is not None
+    found = scores.log_softmax(-1)
+    assert float((exact.exp() * (found - exact).abs()).sum(-1).max()) < 0.2
+    assert not torch.equal(found, exact)
+    wrapped = TransformersModel(model, **prompts(model))
+    wrapped._may_be_direct = False
+    with torch.no_grad():
+        wrapped.start()
+        own = wrapped.advance(torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])).log_softmax(-1)
+    assert float((own.exp() * (found - own).abs()).sum(-1).max()) < 0.1

@@ -1,0 +1,69 @@
+"""Products with int8 weights are close to those in float32, and rows do not depend on others."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import cpsbs
+from cpsbs.backends.cpu import compiled
+from cpsbs.models.transformers import int8
+from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight, int8_works
+
+
+@pytest.fixture(params=["compiled", "torch"], autouse=True)
+def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not int8_works():
+        pytest.skip("torch has no int8 kernels for this processor")
+    if request.param == "torch":
+        monkeypatch.setattr(compiled, "library", lambda: None)
+    elif compiled.library() is None:
+        pytest.skip("there is no C compiler")
+
+
+@pytest.mark.parametrize("shape", [(1, 7, 5), (3, 40, 33), (64, 256, 768)])
+def test_a_product_is_close(shape: tuple[int, int, int]) -> None:
+    n, inputs, outputs = shape
+    random = torch.Generator().manual_seed(0)
+    x, w, b = (
+        torch.randn(s, generator=random) for s in ((n, inputs), (outputs, inputs), (outputs,))
+    )
+    x[0] *= 1000  # a large row does not make others coarse
+    weight, residual = Int8Weight.of(w), torch.randn((n, outputs), generator=random)
+    found, exact = weight.product(x, b, residual), x @ w.T + b + residual
+    error = (found - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert float(error.max()) < 0.03
+    torch.testing.assert_close(weight.product(x[-1:], b, residual[-1:]), found[-1:])
+    assert torch.equal(weight.product(x[:, None], None)[:, 0], weight.product(x, None))
+
+
+def test_rows_of_zeros_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn((9, 16), generator=torch.Generator().manual_seed(0))
+    x[4] = 0
+    weight = Int8Weight.of(torch.randn((20, 16), generator=torch.Generator().manual_seed(1)))
+    whole = weight.product(x, None)
+    assert not whole[4].any()
+    monkeypatch.setattr(int8, "BLOCK", 40)
+    torch.testing.assert_close(weight.product(x, None), whole)
+
+
+def test_a_model_is_loaded_with_int8_weights() -> None:
+    text = ["The room was too warm."]
+    model = cpsbs.load("en-fr", device="cpu", quantize="int8")
+    assert any(isinstance(module, Int8Linear) for module in model.model.modules())
+    found = model.beams(text, 3, "top-k")
+    assert model.texts(found)[0][0] == "La pièce était trop chaude."
+    exact = cpsbs.load("en-fr", device="cpu").beams(text, 3, "top-k")
+    assert abs(float(found.log_prob[0, 0] - exact.log_prob[0, 0])) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"quantize": "int4"}, r"quantize is 'int4'; allowed are None and 'int8'"),
+        ({"quantize": "int8", "dtype": "bfloat16"}, "int8 weights need the CPU and float32"),
+    ],
+)
+def test_what_cannot_be_rounded_is_refused(given: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cpsbs.load("en-fr", device="cpu", **given)  # type: ignore[arg-type]
