@@ -94,7 +94,7 @@ def parts(lines: list[str], device: str) -> dict[str, float]:
     model = cpsbs.load("en-fr", device=device)
     settings = PLAN.evidence_settings(model.usual_length, DEFAULT_TEMPERATURE)
     order = sorted(range(len(lines)), key=lambda i: -len(lines[i]))
-    size = default_batch_size(model.model.device, PLAN.k)
+    size = default_batch_size(model, PLAN.k, model.usual_length)
     batches = [order[i : i + size] for i in range(0, len(order), size)]
 
     def run(watch: Stopwatch) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import cpsbs.interrupts  # noqa: F401, before the imports that take long
 from cpsbs import functions, gradients, keys, utilities
+from cpsbs.backends import release
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.contracts import check_design
 from cpsbs.decisions.answers import Answers, answers
@@ -25,8 +26,9 @@ from cpsbs.models import FunctionModel, SequenceModel, TableModel, TransformersM
 from cpsbs.models.checks import check_model
 from cpsbs.randomness import split_seed
 from cpsbs.search.api import search, search_each
-from cpsbs.search.beams import Beams, Step
+from cpsbs.search.beams import Beams
 from cpsbs.search.more import more, until
+from cpsbs.search.path import Offer, Step
 from cpsbs.text import TextModel, load
 
 if TYPE_CHECKING:
@@ -44,6 +46,7 @@ __all__ = [
     "Estimate",
     "FunctionModel",
     "Inclusion",
+    "Offer",
     "SequenceModel",
     "Step",
     "TableModel",
@@ -65,6 +68,7 @@ __all__ = [
     "mbr",
     "monte_carlo_inclusion",
     "more",
+    "release",
     "risk",
     "search",
     "search_each",

@@ -29,6 +29,7 @@ from cpsbs.loading import EMBEDDED as EMBEDDED
 from cpsbs.loading import embedded_models as embedded_models
 from cpsbs.loading import limit, pretrained
 from cpsbs.models.transformers.adapter import TransformersModel
+from cpsbs.models.transformers.int8 import is_quantized
 from cpsbs.prompts import Messages as Messages
 from cpsbs.prompts import Prompt as Prompt
 from cpsbs.prompts import prompt_tokens
@@ -45,6 +46,7 @@ from cpsbs.search.more import (
     round_streams,
 )
 from cpsbs.search.settings import SearchOptions, SearchSettings
+from cpsbs.windows import WINDOW, beams_in_order, first_window
 
 DEFAULT_MAX_LENGTH = 128
 """The default for the largest number of new tokens, if the model has room for them."""
@@ -71,10 +73,16 @@ class TextModel:
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
+        weights = " with int8 weights" if self.quantize else ""
         return (
             f"TextModel({self.name!r}, {kind}, {millions:,.1f}M parameters, "
-            f"{dtype} on {self.model.device})"
+            f"{dtype}{weights} on {self.model.device})"
         )
+
+    @property
+    def quantize(self) -> str | None:
+        """How the weights of linear layers are rounded: "int8", or None."""
+        return "int8" if is_quantized(self.model) else None
 
     @property
     def longest(self) -> int | None:
@@ -191,6 +199,52 @@ class TextModel:
         generators = (Streams.split(chosen, own, device, backend) for own in numbers)
         found = search_models(models(), settings, generators)
         return (replace(beams, settings={**beams.settings, "seed": chosen}) for beams in found)
+
+    def stream(
+        self,
+        texts: Iterable[Prompt],
+        k: int = 10,
+        design: str | Design = DEFAULT_DESIGN,
+        *,
+        max_length: int | None = None,
+        seed: int | None = None,
+        batch_size: int = 64,
+        window: int = WINDOW,
+        **options: Unpack[SearchOptions],
+    ) -> Iterator[Beams]:
+        """Draw K sequences for every text of any iterable, also of an endless one.
+
+        The beams come one text at a time, in the order of the texts, with the draws that ``beams``
+        of all texts would give. Only a window of texts is held in memory and sorted by length; the
+        first one is small, so that results come early. A text that the model cannot take raises a
+        ``ValueError`` before anything of its window is drawn.
+
+        Args:
+            texts: the texts, each as for ``beams``.
+            k: as for ``beams``.
+            design: as for ``beams``.
+            max_length: as for ``beams``.
+            seed: as for ``beams``.
+            batch_size: the number of texts to decode at once.
+            window: the largest number of batches of a window.
+            options: as for ``beams``.
+        """
+        if isinstance(texts, str):
+            raise ValueError("texts is a single text; it must be an iterable of texts: [text]")
+        for name, value in (("batch_size", batch_size), ("window", window)):
+            if value < 1:
+                raise ValueError(f"{name} is {value}; it must be at least 1")
+        length = self.usual_length if max_length is None else max_length
+        settings = SearchSettings(k, design_named(design), length, **options)
+        chosen = fresh_seed(None) if seed is None else seed
+        return beams_in_order(
+            texts,
+            lambda batches, streams: self.draw(batches, settings, seed=chosen, streams=streams),
+            lambda held: self.unusable(held, length),
+            batch_size,
+            first_window(batch_size, self.model.device),
+            window * batch_size,
+        )
 
     def more(
         self,
@@ -314,13 +368,13 @@ class TextModel:
 
     def sequence_model(self, texts: Sequence[Prompt]) -> TransformersModel:
         """Return the model with these texts as its sources."""
-        return self._sequence_model(self._tokens(texts))
+        return self._sequence_model(self.tokens(texts))
 
     def _checked_model(self, texts: Sequence[Prompt], max_length: int) -> TransformersModel:
         """Return the model with these texts as its sources, if it can take them."""
         if isinstance(texts, str):
             raise ValueError("texts is a single text; it must be a list of texts: [text]")
-        tokens = self._tokens(texts)
+        tokens = self.tokens(texts)
         self._check(texts, tokens, max_length)
         return self._sequence_model(tokens)
 
@@ -331,7 +385,7 @@ class TextModel:
         known = (getattr(self.tokenizer, name, None) for name in names)
         return next((token for token in known if isinstance(token, int)), 0)
 
-    def _tokens(self, texts: Sequence[Prompt]) -> list[list[int]]:
+    def tokens(self, texts: Sequence[Prompt]) -> list[list[int]]:
         """Return the tokens of every prompt, with the special tokens that belong to it."""
         return prompt_tokens(self.tokenizer, self.name, texts)
 
@@ -375,7 +429,7 @@ class TextModel:
 
     def unusable(self, texts: Sequence[Prompt], max_length: int) -> dict[int, str]:
         """Return, by index, what is wrong with the texts that the model cannot take."""
-        return self._unusable(texts, self._tokens(texts), max_length)
+        return self._unusable(texts, self.tokens(texts), max_length)
 
     def _unusable(
         self, texts: Sequence[Prompt], tokens: list[list[int]], max_length: int
@@ -415,6 +469,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     trust_remote_code: bool = False,
     gguf_file: str | None = None,
+    quantize: str | None = None,
 ) -> TextModel:
     """Load a model and its tokenizer, sequence-to-sequence or causal.
 
@@ -429,7 +484,9 @@ def load(
         trust_remote_code: whether a model may bring code of its own, which would be run.
         gguf_file: the name of a GGUF file in the folder or repository, which is loaded instead of
             safetensors files, with quantised weights unpacked.
+        quantize: "int8" rounds the weights of linear layers to eight bits, and their inputs while
+            they are computed. On a CPU that is faster; no gradients go through it.
     """
-    model, tokenizer = pretrained(name, device, dtype, trust_remote_code, gguf_file)
+    model, tokenizer = pretrained(name, device, dtype, trust_remote_code, gguf_file, quantize)
     full_name = str(name) if gguf_file is None else f"{name}/{gguf_file}"
     return TextModel(full_name, model, tokenizer)

@@ -7,6 +7,7 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ import torch
 from typer.testing import CliRunner, Result
 
 import cpsbs
+from cpsbs.backends import Backend
+from cpsbs.cli import batches as batching
 from cpsbs.cli import estimate as estimating
 from cpsbs.cli.batches import batches, default_batch_size, refill_size
 from cpsbs.cli.commands import app
@@ -248,13 +251,27 @@ def test_the_help_names_every_experiment() -> None:
 
 def test_batches_that_are_refilled() -> None:
     """The longest first, then so many as take the places of others; what is done is left out."""
-    lengths = [5, 9, 7, 3, 8, 1, 6]
+    lengths = dict(enumerate([5, 9, 7, 3, 8, 1, 6]))
     assert list(batches(lengths, range(7), 4, 2)) == [[1, 4, 2, 6], [0, 3], [5]]
     assert list(batches(lengths, range(7), 4, 4)) == [[1, 4, 2, 6], [0, 3, 5]]
     assert [refill_size(size) for size in (1, 32, 255, 256, 1024)] == [1, 32, 255, 128, 512]
 
 
-def test_a_gpu_gets_more_texts_at_once() -> None:
-    card, processor = torch.device("cuda"), torch.device("cpu")
-    assert [default_batch_size(card, k) for k in (1, 5, 10, 2000)] == [1280, 256, 128, 1]
-    assert [default_batch_size(processor, k) for k in (5, 20)] == [128, 32]
+def test_a_gpu_gets_more_texts_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fit, by the prediction for the longest text that the model takes."""
+    asked: list[tuple[int, int, int]] = []
+
+    class Card(Backend):
+        def sources_that_fit(self, model: Any, k: int, prompt: int, steps: int) -> int:
+            asked.append((k, prompt, steps))
+            return 300
+
+    model = cpsbs.load("en-fr", device="cpu")
+    assert [default_batch_size(model, k, 9) for k in (5, 20, 2000)] == [64, 16, 1]
+    on_card: Any = SimpleNamespace(
+        model=SimpleNamespace(device=torch.device("cuda")), room=lambda _: 60
+    )
+    monkeypatch.setattr(batching, "backend_for", lambda _: Card())
+    sizes = [default_batch_size(on_card, k, 9) for k in (1, 20, 40, 10_000)]
+    assert sizes == [300, 256, 128, 1]
+    assert asked == [(k, 60, 9) for k in (1, 20, 40, 10_000)]

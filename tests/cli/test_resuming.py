@@ -17,7 +17,9 @@ from typer.testing import CliRunner
 
 from cpsbs.__main__ import main
 from cpsbs.cli.commands import app
-from cpsbs.cli.outputs import Record, ResumableFile
+from cpsbs.cli.ordered import Record
+from cpsbs.cli.outputs import ResumableFile
+from tests.cli.files import OneWindow
 
 LINES = [f"the dog sees {n} and {m}" for n in ("one", "two") for m in ("a cat", "it") * 8]
 
@@ -83,7 +85,7 @@ def test_a_killed_run_is_resumed(
     code += "write = outputs.ResumableFile.write\n"
     code += "def deadly(self, records):\n"
     code += "    write(self, records)\n"
-    code += "    if len(self.done) == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
+    code += "    if self.count == 4: os.kill(os.getpid(), signal.SIGKILL)\n"
     code += "outputs.ResumableFile.write = deadly\n"
     code += "from cpsbs.__main__ import main; main()"
     killed = subprocess.run([sys.executable, "-c", code, *arguments])
@@ -99,7 +101,7 @@ def test_an_interrupted_run_is_resumed(
 
     def interrupted(self: ResumableFile, records: list[Record]) -> None:
         write(self, records)
-        if len(self.done) == 4:
+        if self.count == 4:
             signal.raise_signal(signal.SIGINT)  # as Ctrl-C does
 
     with monkeypatch.context() as patch:
@@ -138,9 +140,9 @@ def test_a_full_disk_loses_nothing(
 JOB = {"seed": 1, "k": 2}
 
 
-def begun(file: Path, *numbers: int) -> ResumableFile:
+def begun(file: Path, *numbers: int) -> OneWindow:
     """A file of five records, with some of them written."""
-    sink = ResumableFile(file, JOB, range(5))
+    sink = OneWindow(file, JOB, range(5))
     if numbers:
         sink.write([{"number": n, "settings": {}} for n in numbers])
     return sink
@@ -159,7 +161,7 @@ def test_a_line_cut_short_does_not_count(left: bytes, tmp_path: Path) -> None:
     numbers = [json.loads(line)["number"] for line in file.read_bytes().splitlines()]
     assert numbers == [0, 1, 2, 3, 4]
     assert [f.name for f in tmp_path.iterdir()] == ["out.jsonl"]
-    assert ResumableFile(file, JOB, range(5)).complete
+    assert OneWindow(file, JOB, range(5)).complete
 
 
 @pytest.mark.parametrize("cut", range(0, 71, 7))
@@ -177,7 +179,7 @@ def test_a_crash_before_the_first_record(cut: int, tmp_path: Path) -> None:
 
 def test_a_command_that_got_nowhere_is_in_nobodys_way(tmp_path: Path) -> None:
     begun(tmp_path / "out.jsonl").close()
-    with closing(ResumableFile(tmp_path / "out.jsonl", {"seed": 2}, range(5))) as sink:
+    with closing(OneWindow(tmp_path / "out.jsonl", {"seed": 2}, range(5))) as sink:
         sink.write([{"number": 0, "settings": {}}])
     with pytest.raises(ValueError, match=r"in k \(None there, 2 here\), seed \(2 there, 1 here\)"):
         begun(tmp_path / "out.jsonl")
@@ -188,7 +190,7 @@ def test_what_is_not_of_this_job_is_not_touched(tmp_path: Path) -> None:
     begun(file, 0).close()
     before = partial.read_bytes()
     with pytest.raises(ValueError, match=r"differs in k \(2 there, 3 here\), temperature"):
-        ResumableFile(file, {"seed": 1, "k": 3, "temperature": 0.5}, range(5))
+        OneWindow(file, {"seed": 1, "k": 3, "temperature": 0.5}, range(5))
     with closing(begun(file)) as sink, pytest.raises(RuntimeError, match="1 of 5 results"):
         sink.finish()
     assert partial.read_bytes() == before

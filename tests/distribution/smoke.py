@@ -21,6 +21,7 @@ EXTRAS = {
     "transformers": "transformers",
     "metrics": "sacrebleu",
     "cli": "typer",
+    "explore": "starlette",
     "gguf": "gguf",
     "meaning": "wordllama",
     "pandas": "pandas",

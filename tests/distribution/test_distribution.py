@@ -16,7 +16,7 @@ from tests.distribution.smoke import EXTRAS
 
 pytestmark = pytest.mark.slow
 
-FOLDERS = ["src", "tests", "benchmarks", "docs", "examples", "hub", "notebooks", "training"]
+FOLDERS = ["src", "tests", "benchmarks", "docs", "examples", "hub", "notebooks", "training", "web"]
 LARGEST = 26_000_000
 """Bytes of a wheel; all but half a million are the weights of the embedded model."""
 

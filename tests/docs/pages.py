@@ -5,9 +5,10 @@
 A page is one session: its ``python`` blocks share a namespace and a working directory, in which
 ``english.txt`` and ``french.txt`` lie. Of ``sh`` blocks, the commands that start with ``cpsbs`` run
 in this process, as on a terminal of 80 columns, or as in a pipe if there is one; ``cpsbs
-reproduce``, which would take minutes, is only parsed. A ``text`` block that follows is the expected
-output. Models that do not come with the package are replaced by a tiny one with a chat template, so
-that blocks that show the output of such a model have a title and are not compared.
+reproduce``, which would take minutes, and ``cpsbs explore``, which would not end, are only parsed.
+A ``text`` block that follows is the expected output. Models that do not come with the package are
+replaced by a tiny one with a chat template, so that blocks that show the output of such a model
+have a title and are not compared.
 """
 
 from __future__ import annotations
@@ -117,11 +118,13 @@ def session(folder: Path) -> Iterator[None]:
         yield
 
 
-def _stand_in(name: Any, device: Any, dtype: Any, trust: bool, gguf: Any = None) -> Any:
+def _stand_in(
+    name: Any, device: Any, dtype: Any, trust: bool, gguf: Any = None, quantize: Any = None
+) -> Any:
     """Load an embedded model or a folder as usual, and a tiny model in the place of all others."""
     device = None if str(device).startswith("cuda") else device  # the tests need no GPU
     if gguf is None and (str(name) in embedded_models() or Path(name).is_dir()):
-        return pretrained(name, device, dtype, trust)
+        return pretrained(name, device, dtype, trust, quantize=quantize)
     with tempfile.TemporaryDirectory() as folder:
         model, tokenizer = pretrained(tiny_folder(Path(folder), "llama"), device, dtype, trust)
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -155,9 +158,9 @@ def _run_command(line: str) -> str:
     words = words[words.index("cpsbs") + 1 :]
     into_pipe = "|" in words
     words = words[: words.index("|")] if into_pipe else words
-    if words[0] == "reproduce":
+    if words[0] in ("reproduce", "explore"):
         commands: Any = typer.main.get_command(app)
-        commands.commands["reproduce"].make_context("cpsbs reproduce", words[1:])
+        commands.commands[words[0]].make_context(f"cpsbs {words[0]}", words[1:])
         return ""
     out = io.StringIO() if into_pipe else _Terminal()
     with (

@@ -21,6 +21,8 @@ from benchmarks import (
     mbr_time,
     minimum_risk,
     more,
+    page,
+    streaming,
     utilities,
 )
 from benchmarks.estimators import tables
@@ -65,6 +67,10 @@ def test_the_page_on_designs_shows_the_last_results() -> None:
 def test_the_page_on_more_shows_the_last_results() -> None:
     found = {"more": more.rows_of(results("more")["cells"])}
     assert_shown("docs/how-to/more.md", found, ("more",))
+
+
+def test_the_page_on_exploring_shows_the_last_results() -> None:
+    assert_shown("docs/how-to/explore.md", {"page": page.rows(results("page"))}, ("page",))
 
 
 def test_the_page_on_estimators_shows_the_last_results() -> None:
@@ -263,3 +269,17 @@ def test_what_the_page_says_of_error_bars() -> None:
     assert f"and {share('stratified', (5,))} for K = 5" in page
     assert f"at most {widest('BLEU', 'entropy', 'entropy RB')} times the real" in page
     assert f"it covers {share('SBS n.', (5, 10, 20))}" in page
+
+
+def test_the_page_on_speed_shows_the_engines() -> None:
+    assert_shown("docs/speed.md", results("engines_cpu"), ("engines_cpu",))
+
+
+def test_streaming_costs_what_the_page_says() -> None:
+    found = results("streaming")
+    assert_shown("docs/how-to/command-line.md", streaming.tables(found), ("streaming",))
+    assert found["costless"]["lines"] == 1_000_000
+    early, late = (mb for _, mb in found["costless"]["peaks_mb"][1::2])
+    assert late < 1.1 * early  # a quarter of the lines, and all of them
+    own = found["model"]
+    assert own["seconds"] - own["model_seconds"] < 0.1 * own["model_seconds"]

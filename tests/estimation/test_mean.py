@@ -226,3 +226,26 @@ def test_an_estimate_can_be_written_down_and_read_again() -> None:
     assert Estimate.from_dicts(unknown.to_dicts()).variance is None
     with pytest.raises(ValueError, match="entries is empty"):
         Estimate.from_dicts([])
+
+
+def test_estimates_of_several_batches_are_joined() -> None:
+    """As if all sources had been estimated at once, also where an error or a bound is missing."""
+
+    def part(values: list[float], variance: float | None, bounds: list[float] | None) -> Estimate:
+        shared = {"function": "f", "exact": False, "degrees_of_freedom": None, "distinct": 2}
+        shared |= {"effective_size": 2.0, "captured": 0.5, "sum_of_weights": 1.0}
+        shared |= {"estimator": "unbiased", "repeats": 1, "settings": {}}
+        return Estimate.from_dicts(
+            {**shared, "value": value, "variance": variance, "bounds": bounds} for value in values
+        )
+
+    parts = [part([1.0, 2.0], 0.25, [0.0, 3.0]), part([4.0], None, [1.0, 9.0])]
+    joined = Estimate.joined(parts)
+    expected = Estimate.from_dicts(entry for own in parts for entry in own.to_dicts())
+    assert joined.mean().to_dicts() == expected.mean().to_dicts()
+    assert joined.mean().errors_known == 2
+    assert joined.bounds is not None
+    assert Estimate.joined([parts[1], part([1.0], None, None)]).bounds is None
+    assert Estimate.joined([parts[1], part([1.0], None, None)]).variance is None
+    with pytest.raises(ValueError, match="estimates is empty"):
+        Estimate.joined([])

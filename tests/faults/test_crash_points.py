@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 
-from cpsbs.cli.outputs import ResumableFile
+from tests.cli.files import OneWindow
 
 JOB = {"seed": 1, "model": "some"}
 BATCHES = [[5, 2], [4, 0], [3, 1]]
@@ -134,12 +134,12 @@ def scenario(file: Path) -> None:
     """Do what a command does that is stopped once, goes on, and is then given once more."""
     _go_on(file, len(BATCHES) - 1)
     _go_on(file, len(BATCHES))
-    with closing(ResumableFile(file, JOB, range(6))) as sink:
+    with closing(OneWindow(file, JOB, range(6))) as sink:
         assert sink.complete
 
 
 def _go_on(file: Path, batches: int) -> None:
-    with closing(ResumableFile(file, JOB, range(6))) as sink:
+    with closing(OneWindow(file, JOB, range(6))) as sink:
         if sink.complete:
             return
         for batch in BATCHES[:batches]:

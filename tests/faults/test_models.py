@@ -224,7 +224,9 @@ def test_a_part_of_a_model_in_training_is_noticed() -> None:
     plain = search(TransformersModel(model, **given), 3, max_length=5, generator=0)
     model.transformer.h.train()
     found = search(TransformersModel(model, **given), 3, max_length=5, generator=0)
-    assert torch.equal(found.log_prob, plain.log_prob)
+    assert torch.equal(found.sequences, plain.sequences)
+    # A model in training goes through its ordinary forward pass, which rounds in another way.
+    torch.testing.assert_close(found.log_prob, plain.log_prob, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -23,8 +23,9 @@ from typer.testing import CliRunner, Result
 import cpsbs
 from cpsbs.cli import commands, formats, running, stored
 from cpsbs.cli.draws import sample_records
-from cpsbs.cli.outputs import OrderedOutput, Record, ResumableFile
+from cpsbs.cli.ordered import OrderedOutput, Record
 from cpsbs.fingerprint import fingerprint, model_fingerprint
+from tests.cli.files import OneWindow, window_of
 from tests.models.folders import causal_folder
 
 JOB = {"seed": 1, "k": 2}
@@ -36,8 +37,8 @@ def result_of(number: int) -> Record:
     return {"number": number, "text": "été" * number, "value": number / 3, "settings": {"k": 2}}
 
 
-def opened(file: Path, job: Record = JOB) -> ResumableFile:
-    return ResumableFile(file, job, NUMBERS)
+def opened(file: Path, job: Record = JOB) -> OneWindow:
+    return OneWindow(file, job, NUMBERS)
 
 
 def begun(file: Path, *numbers: int) -> Path:
@@ -123,7 +124,7 @@ def rewritten(file: Path, change: Callable[[list[Record]], list[Record]]) -> Non
         ),
         (lambda file: file.write_bytes(b""), "it is not a complete Parquet file"),
         (lambda file: file.write_text("my own\n"), "it is not a complete Parquet file"),
-        (lambda file: rewritten(file, lambda rows: rows[:4]), "it has 4 rows instead of 5"),
+        (lambda file: rewritten(file, lambda rows: rows[:4]), "it ends after 4 of 5 results"),
         (
             lambda file: rewritten(file, lambda rows: [rows[1], rows[0], *rows[2:]]),
             "row 1 is not the result of text 1",
@@ -317,7 +318,7 @@ def test_a_partial_file_of_somebody_else_is_left(content: bytes | None, tmp_path
     file, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
     finished(file)
     if content is None:
-        with closing(ResumableFile(tmp_path / "other", JOB | {"seed": 2}, [0])) as other:
+        with closing(OneWindow(tmp_path / "other", JOB | {"seed": 2}, [0])) as other:
             other.write([result_of(0)])
         content = other.partial.rename(partial).read_bytes()
     partial.write_bytes(content)
@@ -457,7 +458,8 @@ def test_only_a_reader_of_standard_output_may_go_without_an_error(
 
 def test_results_that_wait_are_shown_when_no_more_will_come() -> None:
     seen: list[int] = []
-    with closing(OrderedOutput(lambda record: seen.append(record["number"]), NUMBERS)) as sink:
+    with closing(OrderedOutput(lambda record: seen.append(record["number"]))) as sink:
+        sink.begin(window_of(NUMBERS))
         sink.write([result_of(n) for n in (6, 2, 0)])
         assert seen == [0]
     assert seen == [0, 2, 6]
@@ -472,8 +474,10 @@ def test_a_result_whose_showing_is_interrupted_is_not_lost() -> None:
             raise interrupt
         seen.append(record["number"])
 
-    with closing(OrderedOutput(show, NUMBERS)) as sink, pytest.raises(KeyboardInterrupt):
-        sink.write([result_of(n) for n in (2, 0)])
+    with closing(OrderedOutput(show)) as sink:
+        sink.begin(window_of(NUMBERS))
+        with pytest.raises(KeyboardInterrupt):
+            sink.write([result_of(n) for n in (2, 0)])
     assert seen == [0, 2]
 
 
@@ -528,8 +532,8 @@ def test_a_stopped_command_prints_what_is_done(
 ) -> None:
     stop_after_two(stop)
     result = sample(model)
-    # The longest are the first.
-    assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == TEXTS[2:]
+    # The first window is a batch; in the second one the longest text is the first.
+    assert [json.loads(line)["text"] for line in result.stdout.splitlines()] == TEXTS[:3:2]
     assert (result.exit_code, result.stderr) == (status, f"{said}\n")
 
 

@@ -328,7 +328,7 @@ def test_an_argument_that_is_not_utf8_is_refused_by_name(
 
 def test_a_file_whose_name_is_not_utf8_is_read(tmp_path: Path) -> None:
     (tmp_path / BYTES).write_text("one\n")
-    assert inputs.read_lines(tmp_path / BYTES, "--file") == ["one"]
+    assert list(inputs.read_lines(tmp_path / BYTES, "--file")) == ["one"]
 
 
 # Files
@@ -363,17 +363,14 @@ def test_an_empty_file_has_no_texts(tmp_path: Path) -> None:
     assert "is empty" in one_line(run("sample", "--file", tmp_path / "empty"))
 
 
-def test_lines_are_read_up_to_their_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_are_read_up_to_their_limit(tmp_path: Path) -> None:
     file = tmp_path / "texts"
     file.write_bytes(b"\xef\xbb\xbfa\r\n\n" + b"b" * inputs.LONGEST_LINE + b"\nc")
-    assert inputs.read_lines(file, "--file") == ["a", "", "b" * inputs.LONGEST_LINE, "c"]
+    lines = list(inputs.read_lines(file, "--file"))
+    assert lines == ["a", "", "b" * inputs.LONGEST_LINE, "c"]
     file.write_bytes(b"a\n" + b"b" * (inputs.LONGEST_LINE + 1) + b"\nc")
     with pytest.raises(ValueError, match="has more than 1,048,576 bytes"):
-        inputs.read_lines(file, "--file")
-    file.write_bytes(b"a\n" * 9)
-    monkeypatch.setattr(inputs, "MOST_LINES", 8)
-    with pytest.raises(ValueError, match="has more than 8 lines"):
-        inputs.read_lines(file, "--file")
+        list(inputs.read_lines(file, "--file"))
 
 
 def test_a_byte_that_is_not_utf8_is_told_with_its_line(tmp_path: Path) -> None:
@@ -381,7 +378,7 @@ def test_a_byte_that_is_not_utf8_is_told_with_its_line(tmp_path: Path) -> None:
     for data, line in ((b"\xef\xbb\xbfa\xff\n", 1), (b"a\nb\xff\n", 2)):
         file.write_bytes(data)
         with pytest.raises(ValueError, match=f"line {line} has the byte 0xff"):
-            inputs.read_lines(file, "--file")
+            list(inputs.read_lines(file, "--file"))
 
 
 # Standard streams

@@ -11,8 +11,9 @@ from rich.console import Group
 from rich.text import Text
 
 from cpsbs.cli.batches import Note, default_batch_size
+from cpsbs.cli.compression import ending
 from cpsbs.cli.draws import check_draw, chosen_design, chosen_target, draw_with, load_quietly
-from cpsbs.cli.inputs import check_utf8, read_prompts, read_texts
+from cpsbs.cli.inputs import check_utf8, read_texts
 from cpsbs.cli.options import (
     RESULT,
     Anneal,
@@ -23,6 +24,7 @@ from cpsbs.cli.options import (
     Dtype,
     File,
     Gguf,
+    Int8,
     Json,
     K,
     MaxLength,
@@ -37,8 +39,9 @@ from cpsbs.cli.options import (
     Texts,
     UntilMass,
 )
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.cli.running import Job, printer, reporting_errors
+from cpsbs.cli.source import Source
 from cpsbs.cli.tables import new_table
 from cpsbs.cli.terminal import visible
 from cpsbs.decisions.answers import answers
@@ -79,6 +82,7 @@ def answers_command(
     device: Device = None,
     dtype: Dtype = None,
     gguf: Gguf = None,
+    int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
     output: Output = None,
@@ -93,13 +97,12 @@ def answers_command(
     with reporting_errors():
         check_draw(k, temperature, nucleus, max_length, seed)
         check_utf8(key, "--key")
-        if output is not None and output.suffix.lower() == ".csv":
+        if output is not None and ending(output) == ".csv":
             raise ValueError(f"--output is {output}; answers are written as JSON lines or Parquet")
         chosen, chosen_key = chosen_design(design, anneal), key_named(key)
         target = chosen_target(until_mass, most, chosen)
-        found = read_texts(texts, file)
-        prompts = read_prompts(found, chat)
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        source = Source(read_texts(texts, file, skip), chat=chat, skip=skip)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
         draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
 
         note = Note()
@@ -107,23 +110,21 @@ def answers_command(
         def records(numbers: list[int]) -> list[Record]:
             joint, progress = draw.needs_joint, note.captured
             beams = next(
-                draw.beams_until(loaded, prompts, [numbers], target, progress, joint=joint)
+                draw.beams_until(loaded, source.prompts, [numbers], target, progress, joint=joint)
             )
             entries = answers(beams, chosen_key, decode=loaded.decode).to_dicts()
             return [
-                {"number": i, "text": found[i], **_plain(entry)}
+                {"number": i, "text": source.texts[i], **_plain(entry)}
                 for i, entry in zip(numbers, entries, strict=True)
             ]
 
         Job(
             draw,
             loaded,
-            found,
-            None,
+            source,
             partial(map, records),
             continuous_batching=False,
-            batch_size=batch_size or default_batch_size(loaded.model.device, k),
-            skip=skip,
+            batch_size=batch_size or default_batch_size(loaded, k, draw.settings.max_length),
             output=output,
             show=printer(json_lines, answer_table),
             settings={
@@ -132,7 +133,7 @@ def answers_command(
                 "chat": chat,
                 **({} if target is None else target.as_record()),
             },
-            prompts=prompts,
+            captured=lambda record: 1 - float(record["unseen"]),
             note=None if target is None else note,
         ).run()
 

@@ -16,6 +16,7 @@ from cpsbs.cli import tables
 from cpsbs.cli.answers import answers_command
 from cpsbs.cli.batches import Note, default_batch_size
 from cpsbs.cli.draws import (
+    captured_mass,
     check_draw,
     chosen_design,
     chosen_target,
@@ -25,7 +26,8 @@ from cpsbs.cli.draws import (
     sample_records,
 )
 from cpsbs.cli.estimate import estimate_command
-from cpsbs.cli.inputs import check_utf8, read_prompts, read_references, read_texts, refuse_texts
+from cpsbs.cli.explore import explore_command
+from cpsbs.cli.inputs import check_utf8, read_references, read_texts, refuse_texts
 from cpsbs.cli.mbr import mbr_command
 from cpsbs.cli.options import (
     DRAW,
@@ -41,6 +43,7 @@ from cpsbs.cli.options import (
     File,
     Format,
     Gguf,
+    Int8,
     Json,
     K,
     Layout,
@@ -58,9 +61,10 @@ from cpsbs.cli.options import (
     Texts,
     UntilMass,
 )
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.cli.reproduce import reproduce
 from cpsbs.cli.running import EPILOG, Job, print_json, printer, reporting_errors, wants_json
+from cpsbs.cli.source import Source
 from cpsbs.cli.terminal import Commands, visible
 from cpsbs.designs import DEFAULT_DESIGN, DESIGNS, design_named
 from cpsbs.estimation.estimate import estimate
@@ -109,6 +113,7 @@ def sample(
     device: Device = None,
     dtype: Dtype = None,
     gguf: Gguf = None,
+    int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
     output: Output = None,
@@ -129,30 +134,27 @@ def sample(
         check_draw(k, temperature, nucleus, max_length, seed)
         chosen = chosen_design(design, anneal)
         target = chosen_target(until_mass, most, chosen)
-        found = read_texts(texts, file)
-        prompts = read_prompts(found, chat)
-        references = read_references(reference, reference_file, len(found))
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        found = read_texts(texts, file, skip)
+        source = Source(found, read_references(reference, reference_file, found), chat, skip)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
         draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
         long = layout is Layout.long
-        size = batch_size or default_batch_size(loaded.model.device, k)
+        size = batch_size or default_batch_size(loaded, k, draw.settings.max_length)
         note = Note()
 
         def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
             to_draw, drawn = tee(batches)
-            beams_each = draw.beams_until(loaded, prompts, to_draw, target, note.captured)
+            beams_each = draw.beams_until(loaded, source.prompts, to_draw, target, note.captured)
             for numbers, beams in zip(drawn, beams_each, strict=True):
-                yield sample_records(beams, loaded, found, numbers, references)
+                yield sample_records(beams, loaded, source.texts, numbers, source.references)
 
         Job(
             draw,
             loaded,
-            found,
-            references,
+            source,
             compute,
             continuous_batching=target is None,
             batch_size=size,
-            skip=skip,
             output=output,
             show=printer(json_lines, tables.beam_table, long),
             settings={
@@ -161,7 +163,7 @@ def sample(
                 "chat": chat,
                 **({} if target is None else target.as_record()),
             },
-            prompts=prompts,
+            captured=captured_mass,
             long=long,
             note=None if target is None else note,
         ).run()
@@ -170,6 +172,7 @@ def sample(
 app.command("estimate", epilog=EPILOG)(estimate_command)
 app.command("answers", epilog=EPILOG)(answers_command)
 app.command("mbr", epilog=EPILOG)(mbr_command)
+app.command("explore", epilog=EPILOG)(explore_command)
 
 
 @app.command(epilog=EPILOG)
@@ -198,6 +201,7 @@ def compare(
     device: Device = None,
     dtype: Dtype = None,
     gguf: Gguf = None,
+    int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     rows: Annotated[
         int,
@@ -216,7 +220,7 @@ def compare(
         check_utf8(text, "the text")
         check_utf8(reference or "", "--reference")
         chosen = [design_named(name) for name in designs_given or DESIGNS]
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
         best = draw_with(loaded, k, design_named("top-k"), temperature, nucleus, max_length, seed)
         refuse_texts(loaded.unusable([text], best.settings.max_length), "Give another text")
         likely = set(map(tuple, best.beams(loaded, [text], [0]).tokens(0)))

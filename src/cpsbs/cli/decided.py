@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Group
 from rich.text import Text
 
 from cpsbs.cli.formats import one_line
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.cli.tables import new_table
 from cpsbs.cli.terminal import visible
 from cpsbs.decisions.decision import Decisions
@@ -55,19 +54,37 @@ def exported_choice(record: Record) -> Choice:
     )
 
 
-def corpus_scores(texts: Sequence[str], references: Sequence[str]) -> list[Record]:
-    """Return chrF and BLEU of all texts together, with sacrebleu's signatures."""
-    metrics: Any = required("sacrebleu", "metrics").metrics
-    found = []
-    for metric in (metrics.CHRF(), metrics.BLEU()):
-        # As in a file of plain texts, so that the score is the same for all kinds of output.
-        score = metric.corpus_score([one_line(text) for text in texts], [list(references)])
-        signature = str(metric.get_signature())
-        line = score.format(width=2, signature=signature)
-        found.append(
-            {"metric": score.name, "score": score.score, "signature": signature, "line": line}
-        )
-    return found
+class CorpusScores:
+    """Computes chrF and BLEU of all texts together, with sacrebleu's signatures.
+
+    Of the texts it keeps sums of sacrebleu's statistics alone, which is how sacrebleu computes the
+    score of a corpus.
+    """
+
+    def __init__(self) -> None:
+        metrics: Any = required("sacrebleu", "metrics").metrics
+        self._metrics: list[Any] = [metrics.CHRF(), metrics.BLEU()]
+        self._sums: list[list[int]] = [[], []]
+
+    def add(self, text: str, reference: str) -> None:
+        """Add a text and its reference."""
+        for i, metric in enumerate(self._metrics):
+            # As in a file of plain texts, so that the score is the same for all kinds of output.
+            (found,) = metric._extract_corpus_statistics([one_line(text)], [[reference]])
+            before = self._sums[i] or [0] * len(found)
+            self._sums[i] = [a + b for a, b in zip(before, found, strict=True)]
+
+    def records(self) -> list[Record]:
+        """Return a record for each metric."""
+        found = []
+        for metric, sums in zip(self._metrics, self._sums, strict=True):
+            score = metric._aggregate_and_compute([sums])
+            signature = str(metric.get_signature())
+            line = score.format(width=2, signature=signature)
+            found.append(
+                {"metric": score.name, "score": score.score, "signature": signature, "line": line}
+            )
+        return found
 
 
 def decision_table(record: Record) -> Group:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import tee
-from typing import Unpack
+from typing import TypeVar, Unpack
 
 from cpsbs.cli.inputs import check_utf8
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.designs import DEFAULT_DESIGN, ConditionalPoissonDesign, Design, design_named
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.functions import Entropy
@@ -19,6 +19,11 @@ from cpsbs.search.beams import Beams
 from cpsbs.search.more import DEFAULT_MOST, Progress, refuse_replacement
 from cpsbs.search.settings import SearchOptions, SearchSettings
 from cpsbs.text import Prompt, TextModel, load
+
+T = TypeVar("T")
+
+Texts = Mapping[int, T] | Sequence[T]
+"""Texts, or what belongs to them, by their numbers."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,7 @@ class Draw:
     def beams(
         self,
         model: TextModel,
-        texts: Sequence[Prompt],
+        texts: Texts[Prompt],
         numbers: list[int],
         **keep: Unpack[SearchOptions],
     ) -> Beams:
@@ -58,7 +63,7 @@ class Draw:
     def beams_each(
         self,
         model: TextModel,
-        texts: Sequence[Prompt],
+        texts: Texts[Prompt],
         batches: Iterable[list[int]],
         **keep: Unpack[SearchOptions],
     ) -> Iterator[Beams]:
@@ -70,7 +75,7 @@ class Draw:
     def beams_until(
         self,
         model: TextModel,
-        texts: Sequence[Prompt],
+        texts: Texts[Prompt],
         batches: Iterable[list[int]],
         target: Target | None,
         progress: Progress,
@@ -161,6 +166,7 @@ def load_quietly(
     dtype: str | None,
     trust_remote_code: bool,
     gguf_file: str | None = None,
+    int8: bool = False,
 ) -> TextModel:
     """Load a model without the progress bars and warnings of transformers."""
     check_utf8(name, "--model")
@@ -171,15 +177,16 @@ def load_quietly(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
         gguf_file=gguf_file,
+        quantize="int8" if int8 else None,
     )
 
 
 def sample_records(
     beams: Beams,
     model: TextModel,
-    texts: list[str],
+    texts: Texts[str],
     numbers: list[int],
-    references: list[str] | None,
+    references: Texts[str] | None,
 ) -> list[Record]:
     """Return a record for each of the texts with these numbers: the sequences drawn for it."""
     records = []
@@ -190,6 +197,12 @@ def sample_records(
             record["bleu"] = [sentence_bleu(y, references[i]) for y in drawn]
         records.append(record | entry | {"settings": dict(beams.settings)})
     return records
+
+
+def captured_mass(record: Record) -> float:
+    """Return the probability that the different sequences of a record have together."""
+    different = dict(zip(map(tuple, record["sequences"]), record["log_prob"], strict=True))
+    return math.fsum(map(math.exp, different.values()))
 
 
 def comparison_record(
@@ -210,10 +223,10 @@ def comparison_record(
     record: Record = {"design": beams.design, "text": text, "texts": texts, **entry}
     if reference is not None:
         record["bleu"] = [sentence_bleu(y, reference) for y in texts]
-    different = dict(zip(map(tuple, beams.tokens(0)), entry["log_prob"], strict=True))
+    different = set(map(tuple, beams.tokens(0)))
     record["distinct"] = len(different)
-    record["shared"] = len(different.keys() & likely)
-    record["captured"] = math.fsum(math.exp(log_p) for log_p in different.values())
+    record["shared"] = len(different & likely)
+    record["captured"] = captured_mass(record)
     record["diversity"] = diversity(beams.tokens(0))
     record["entropy"] = None
     if draw.settings.design.estimates:

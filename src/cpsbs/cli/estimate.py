@@ -9,8 +9,7 @@ import typer
 
 from cpsbs.cli.batches import default_batch_size
 from cpsbs.cli.draws import check_draw, chosen_design, draw_with, load_quietly
-from cpsbs.cli.formats import read_wide
-from cpsbs.cli.inputs import read_prompts, read_references, read_texts
+from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import (
     DRAW,
     MOST,
@@ -24,6 +23,7 @@ from cpsbs.cli.options import (
     File,
     Function,
     Gguf,
+    Int8,
     Json,
     K,
     MaxLength,
@@ -39,8 +39,9 @@ from cpsbs.cli.options import (
     Temperature,
     Texts,
 )
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.cli.running import Job, printer, reporting_errors
+from cpsbs.cli.source import Source
 from cpsbs.cli.terminal import visible
 from cpsbs.designs import DEFAULT_DESIGN, DESIGNS, Design
 from cpsbs.estimation.estimate import estimate
@@ -48,6 +49,9 @@ from cpsbs.estimation.functions import Bleu, Entropy, Length
 from cpsbs.estimation.inclusion import hindsight_inclusion
 from cpsbs.estimation.result import Estimate
 from cpsbs.randomness import split_seed
+
+TOGETHER = 1024
+"""The number of records that are turned into tensors together."""
 
 
 def estimate_command(
@@ -103,6 +107,7 @@ def estimate_command(
     device: Device = None,
     dtype: Dtype = None,
     gguf: Gguf = None,
+    int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
     output: Output = None,
@@ -118,18 +123,19 @@ def estimate_command(
     with reporting_errors():
         check_draw(k, temperature, nucleus, max_length, seed)
         chosen = chosen_design(design, anneal)
-        found = read_texts(texts, file)
-        prompts = read_prompts(found, chat)
-        references = read_references(reference, reference_file, len(found))
+        found = read_texts(texts, file, skip)
+        source = Source(found, read_references(reference, reference_file, found), chat, skip)
         in_hindsight = estimator.startswith("hindsight")
-        _check_estimate(function, references, chosen, in_hindsight, repeats, plain)
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        with_references = source.references is not None
+        _check_estimate(function, with_references, chosen, in_hindsight, repeats, plain)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
         draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
-        size = batch_size or default_batch_size(loaded.model.device, k)
+        size = batch_size or default_batch_size(loaded, k, draw.settings.max_length)
 
         def estimates(numbers: list[int]) -> list[Record]:
             joint = draw.needs_joint and repeats == 1 and not in_hindsight
             entropy = function is Function.entropy and not plain
+            prompts, references = source.prompts, source.references
             several = [
                 draw.repeated(r).beams(loaded, prompts, numbers, joint=joint, entropy=entropy)
                 for r in range(repeats)
@@ -155,7 +161,7 @@ def estimate_command(
             )
             with_runs = {"runs": runs} if in_hindsight else {}
             return [
-                {"number": i, "text": found[i], **entry, **with_runs}
+                {"number": i, "text": source.texts[i], **entry, **with_runs}
                 for i, entry in zip(numbers, result.to_dicts(), strict=True)
             ]
 
@@ -164,40 +170,62 @@ def estimate_command(
 
         settings: Record = {"command": "estimate", "function": function, "estimator": estimator}
         settings |= {"runs": runs, "repeats": repeats, "plain": plain, "chat": chat}
-        collected: list[Record] = []
+        collected = _Collected()
 
-        def print_mean(_: list[int]) -> None:
-            entries = collected if output is None else read_wide(output)
-            record = Estimate.from_dicts(entries).mean().to_dicts()[0]
+        def print_mean() -> None:
+            record = collected.estimate().mean().to_dicts()[0]
             printer(json_lines, lambda shown: visible(shown["line"]))(record)
 
         Job(
             draw,
             loaded,
-            found,
-            references,
+            source,
             partial(map, estimates),
             continuous_batching=False,
             batch_size=size,
-            skip=skip,
             output=output,
-            show=collected.append if mean else printer(json_lines, line),
+            show=(lambda _: None) if mean else printer(json_lines, line),
             settings=settings,
-            prompts=prompts,
+            captured=lambda record: float(record["captured"]),
+            seen=collected.add if mean else None,
             then=print_mean if mean else None,
         ).run()
 
 
+class _Collected:
+    """Estimates of all texts, which take some 100 bytes each."""
+
+    def __init__(self) -> None:
+        self._parts: list[Estimate] = []
+        self._entries: list[Record] = []
+
+    def add(self, entry: Record) -> None:
+        """Add the estimate of one text."""
+        self._entries.append(entry)
+        if len(self._entries) == TOGETHER:
+            self._pack()
+
+    def estimate(self) -> Estimate:
+        """Return the estimates of all texts together."""
+        self._pack()
+        return Estimate.joined(self._parts)
+
+    def _pack(self) -> None:
+        if self._entries:
+            self._parts.append(Estimate.from_dicts(self._entries))
+            self._entries.clear()
+
+
 def _check_estimate(
     function: Function,
-    references: list[str] | None,
+    with_references: bool,
     design: Design,
     in_hindsight: bool,
     repeats: int,
     plain: bool,
 ) -> None:
     """Refuse options that do not go together, before any work is done."""
-    if function is Function.bleu and references is None:
+    if function is Function.bleu and not with_references:
         raise ValueError(
             "bleu needs a reference for every text; give --reference or --reference-file"
         )

@@ -4,7 +4,8 @@ The ending of the name decides: ``.parquet`` is a Parquet file, ``.csv`` a CSV f
 else JSON lines. A *wide* file has one row for each text; a *long* one, with ``--format long``, has
 one for each sequence, with the columns of ``Beams.to_pandas``. Every row tells the job that wrote
 it, so that the same command recognises its own complete file. A command may also write one field
-alone, as plain text, to a file that ends in ``.txt``.
+alone, as plain text, to a file that ends in ``.txt``. A further ending, ``.gz`` or ``.zst``,
+compresses the file.
 """
 
 from __future__ import annotations
@@ -13,11 +14,18 @@ import csv
 import io
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from cpsbs.cli.stored import bounded_lines, number_in, parsed, to_line
+from cpsbs.cli.compression import (
+    check_available,
+    compressing,
+    decompressed,
+    ending,
+    is_compressed,
+)
+from cpsbs.cli.stored import bounded_lines, checked_number, number_in, parsed, to_line
 from cpsbs.extras import required
 from cpsbs.search.export import COLUMNS, sequence_rows
 
@@ -32,6 +40,9 @@ Lines = Callable[[], Iterator[bytes]]
 
 Row = dict[str, Any]
 
+Expected = Iterator[tuple[int, str]]
+"""The number and the mark of every text that a file must have, in their order."""
+
 
 class Format(Protocol):
     """Writes a complete file, and recognises one."""
@@ -40,20 +51,26 @@ class Format(Protocol):
         """Write all results."""
         ...
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Refuse a file that does not hold the results of these texts, written by this job."""
         ...
 
 
 def file_format(file: Path, long: bool, plain: Format | None = None) -> Format:
     """Return the format of a file, by its name's ending; ``plain`` is that of text, if any."""
-    ending = file.suffix.lower()
-    if ending == ".txt" and plain is not None:
+    if is_compressed(file):
+        check_available(file)
+        if ending(file) == ".parquet":
+            raise ValueError(
+                f"--output is {file}, but Parquet is compressed inside; leave out {file.suffix}"
+            )
+        return Compressed(file, file_format(Path(file.stem), long, plain))
+    if ending(file) == ".txt" and plain is not None:
         return plain
-    if ending == ".parquet":
+    if ending(file) == ".parquet":
         required("pyarrow", "parquet")
         return LongParquet() if long else WideParquet()
-    if ending == ".csv":
+    if ending(file) == ".csv":
         if not long:
             raise ValueError(
                 f"--output is {file}, but a CSV file needs a row for each sequence; add "
@@ -71,8 +88,8 @@ def read_wide(file: Path) -> Iterator[Row]:
             for row in _parquet_rows(stored, None):
                 yield row | {"settings": json.loads(row["settings"])}
     else:
-        with file.open("rb") as lines:
-            yield from map(parsed, bounded_lines(lines))
+        with file.open("rb") as raw:
+            yield from map(parsed, bounded_lines(decompressed(raw, file)))
 
 
 def long_rows(record: Row) -> list[Row]:
@@ -93,20 +110,18 @@ class WideLines:
         """Write the lines as they are."""
         out.writelines(lines())
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Check that there is a line for each text, in their order."""
         count = 0
         for count, line in enumerate(bounded_lines(stored), 1):
-            if count > len(numbers):
-                raise ValueError(f"it has more than {len(numbers)} lines")
+            number, mark = _next(expected, count, "lines")
             try:
-                number = number_in(line, mark)
+                found = number_in(line, mark)
             except ValueError as error:
                 raise ValueError(f"line {count} {error}") from error
-            if number != numbers[count - 1]:
-                raise ValueError(f"line {count} is not the result of text {numbers[count - 1] + 1}")
-        if count < len(numbers):
-            raise ValueError(f"it ends after {count} of {len(numbers)} results")
+            if found != number:
+                raise ValueError(f"line {count} is not the result of text {number + 1}")
+        _check_end(expected, count, "results")
 
 
 class PlainTexts:
@@ -117,10 +132,11 @@ class PlainTexts:
 
     Args:
         field: the field.
-        count: the number of lines. A line that has no record, since it was skipped, is empty.
+        count: returns the number of lines, when all results are there. A line that has no record,
+            since it was skipped, is empty.
     """
 
-    def __init__(self, field: str, count: int) -> None:
+    def __init__(self, field: str, count: Callable[[], int]) -> None:
         self._field, self._count = field, count
 
     def write(self, out: IO[bytes], lines: Lines) -> None:
@@ -131,15 +147,31 @@ class PlainTexts:
             text = one_line(record[self._field])
             out.write(text.encode(errors="backslashreplace") + b"\n")
             place = record["number"] + 1
-        out.write(b"\n" * (self._count - place))
+        out.write(b"\n" * (self._count() - place))
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Refuse the file: nothing in it tells whether this command wrote it."""
         raise ValueError("plain text does not tell which command wrote it")
 
-    def read(self, file: Path) -> list[str]:
-        """Return the lines of a complete file."""
-        return file.read_bytes().decode().split("\n")[: self._count]
+
+class Compressed:
+    """Another format, compressed."""
+
+    def __init__(self, file: Path, inner: Format) -> None:
+        self._file, self._inner = file, inner
+
+    def write(self, out: IO[bytes], lines: Lines) -> None:
+        """Write all results, compressed."""
+        with compressing(out, self._file) as compressed:
+            self._inner.write(compressed, lines)
+
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
+        """Check the decompressed file."""
+        content = decompressed(stored, self._file)
+        try:
+            self._inner.check(content, expected)
+        finally:
+            content.detach()  # type: ignore[attr-defined]  # so that the file stays open
 
 
 def one_line(text: str) -> str:
@@ -164,20 +196,19 @@ class WideParquet:
             for rows in _groups(lines(), _wide_row):
                 writer.write_table(pyarrow.Table.from_pylist(rows, schema=schema))
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Check footer, columns and the number of every row."""
         with _ParquetFile(stored, {"number": "int64", "job": "string"}) as file:
-            rows = file.metadata.num_rows
-            if rows != len(numbers):
-                raise ValueError(f"it has {rows} rows instead of {len(numbers)}")
-            found = _parquet_rows(file, ["number", "job"])
-            for count, row in enumerate(found):
-                if row["job"] != mark:
-                    raise ValueError(f"row {count + 1} was not written by this command")
-                if row["number"] != numbers[count]:
-                    raise ValueError(
-                        f"row {count + 1} is not the result of text {numbers[count] + 1}"
-                    )
+            count = 0
+            for count, row in enumerate(_parquet_rows(file, ["number", "job"]), 1):
+                number, mark = _next(expected, count, "rows")
+                try:
+                    found = checked_number(row, mark)
+                except ValueError as error:
+                    raise ValueError(f"row {count} {error}") from error
+                if found != number:
+                    raise ValueError(f"row {count} is not the result of text {number + 1}")
+            _check_end(expected, count, "results")
 
 
 class LongLines:
@@ -188,7 +219,7 @@ class LongLines:
         for line in lines():
             out.writelines(to_line(row) for row in long_rows(parsed(line)))
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Check that the lines are those of all texts, in their order."""
 
         def rows() -> Iterator[Row]:
@@ -198,7 +229,7 @@ class LongLines:
                 except ValueError as error:
                     raise ValueError(f"line {count} {error}") from error
 
-        _check_long(rows(), mark, numbers)
+        _check_long(rows(), expected)
 
 
 class LongCsv:
@@ -216,11 +247,11 @@ class LongCsv:
                     _csv_line([json.dumps(v) if k == "tokens" else v for k, v in row.items()])
                 )
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Check that the rows are those of all texts, in their order."""
         text = io.TextIOWrapper(stored, encoding="utf-8", errors="replace", newline="")
         try:
-            _check_long(map(_from_csv, csv.DictReader(text, strict=True)), mark, numbers)
+            _check_long(map(_from_csv, csv.DictReader(text, strict=True)), expected)
         except csv.Error as error:
             raise ValueError(f"it is not CSV: {error}") from error
         finally:
@@ -249,31 +280,46 @@ class LongParquet:
             if writer is not None:
                 writer.close()
 
-    def check(self, stored: IO[bytes], mark: str, numbers: Sequence[int]) -> None:
+    def check(self, stored: IO[bytes], expected: Expected) -> None:
         """Check footer, columns and the source of every row."""
         kinds = {"source": "int64", "rank": "int64", "job": "string"}
         with _ParquetFile(stored, kinds) as file:
-            _check_long(_parquet_rows(file, list(kinds)), mark, numbers)
+            _check_long(_parquet_rows(file, list(kinds)), expected)
 
 
-def _check_long(rows: Iterable[Row], mark: str, numbers: Sequence[int]) -> None:
+def _next(expected: Expected, count: int, what: str) -> tuple[int, str]:
+    """Return the number and the mark of the next text, if there is one."""
+    found = next(expected, None)
+    if found is None:
+        raise ValueError(f"it has more than {count - 1} {what}")
+    return found
+
+
+def _check_end(expected: Expected, count: int, what: str) -> None:
+    """Refuse a file that ends before the last text."""
+    missing = sum(1 for _ in expected)
+    if missing:
+        raise ValueError(f"it ends after {count} of {count + missing} {what}")
+
+
+def _check_long(rows: Iterable[Row], expected: Expected) -> None:
     """Refuse rows that are not those of all texts in their order, each ranked from 0 on.
 
     Rows that are missing at the very end of the last text cannot be noticed.
     """
-    place, rank = -1, 0
+    texts, rank, number, mark = 0, 0, -1, ""
     for count, row in enumerate(rows, 1):
-        if row.get("job") != mark:
-            raise ValueError(f"row {count} was not written by this command")
         if row.get("rank") == 0:
-            place, rank = place + 1, 0
-        if place >= len(numbers):
-            raise ValueError(f"it has more than {len(numbers)} texts")
-        if place < 0 or (row.get("source"), row.get("rank")) != (numbers[place], rank):
+            texts, rank = texts + 1, 0
+            number, mark = _next(expected, texts, "texts")
+        try:
+            found = checked_number({"number": row.get("source"), "job": row.get("job")}, mark)
+        except ValueError as error:
+            raise ValueError(f"row {count} {error}") from error
+        if (found, row.get("rank")) != (number, rank):
             raise ValueError(f"row {count} is not the sequence that belongs there")
         rank += 1
-    if place + 1 < len(numbers):
-        raise ValueError(f"it ends after {place + 1} of {len(numbers)} texts")
+    _check_end(expected, texts, "texts")
 
 
 def _csv_line(values: Iterable[Any]) -> bytes:

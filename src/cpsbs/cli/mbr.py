@@ -12,15 +12,16 @@ import typer
 from rich.console import Console
 
 from cpsbs.cli.batches import default_batch_size
+from cpsbs.cli.compression import ending
 from cpsbs.cli.decided import (
-    corpus_scores,
+    CorpusScores,
     decision_records,
     decision_table,
     exported_choice,
 )
 from cpsbs.cli.draws import Draw, check_draw, load_quietly
-from cpsbs.cli.formats import PlainTexts, one_line, read_wide
-from cpsbs.cli.inputs import read_prompts, read_references, read_texts
+from cpsbs.cli.formats import PlainTexts, one_line
+from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import (
     DRAW,
     MOST,
@@ -31,6 +32,7 @@ from cpsbs.cli.options import (
     Dtype,
     File,
     Gguf,
+    Int8,
     Json,
     MaxLength,
     ModelName,
@@ -43,8 +45,9 @@ from cpsbs.cli.options import (
     Temperature,
     Texts,
 )
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.cli.running import Job, print_json, printer, reporting_errors, wants_json
+from cpsbs.cli.source import Source
 from cpsbs.cli.terminal import visible
 from cpsbs.decisions.mbr import DEFAULT_ROUNDS
 from cpsbs.decisions.mbrs import Choice, write_mbrs
@@ -57,7 +60,6 @@ from cpsbs.decisions.plan import (
 )
 from cpsbs.decisions.utilities import Utility, as_utility
 from cpsbs.designs import DEFAULT_DESIGN
-from cpsbs.extras import required
 from cpsbs.search.beams import Beams
 from cpsbs.search.settings import SearchSettings
 
@@ -139,6 +141,7 @@ def mbr_command(
     device: Device = None,
     dtype: Dtype = None,
     gguf: Gguf = None,
+    int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
     output: Annotated[
@@ -147,8 +150,9 @@ def mbr_command(
             "--output",
             "-o",
             help="Write results to this file: only the chosen texts, on the lines of their "
-            "inputs, if it ends in .txt; Parquet if it ends in .parquet; else JSON lines. If the "
-            "command is interrupted, run it again to resume.",
+            "inputs, if it ends in .txt; Parquet if it ends in .parquet; else JSON lines; "
+            "compressed if .gz or .zst follows. If the command is interrupted, run it again to "
+            "resume.",
             rich_help_panel=RESULT,
         ),
     ] = None,
@@ -186,12 +190,11 @@ def mbr_command(
             weights=PROBABILITY if p_weighted else None,
         )
         chosen = _ready(as_utility(utility))
-        found = read_texts(texts, file)
-        prompts = read_prompts(found, chat)
-        references = read_references(reference, reference_file, len(found))
-        if references is not None:
-            required("sacrebleu", "metrics")
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        found = read_texts(texts, file, skip)
+        references = read_references(reference, reference_file, found)
+        scores = None if references is None else CorpusScores()
+        source = Source(found, references, chat, skip, decisive=False)
+        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
         settings = plan.evidence_settings(max_length or loaded.usual_length, temperature, nucleus)
         own: Record = {"candidates": candidates, "utility": chosen.name}
         own |= {} if confidence is None else {"confidence": confidence, "rounds": most}
@@ -200,7 +203,7 @@ def mbr_command(
         listed: Record = {} if export_mbrs is None else {"export_mbrs": True}
 
         def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
-            return Draw(settings, seed + seed_offset).beams(loaded, prompts, numbers)
+            return Draw(settings, seed + seed_offset).beams(loaded, source.prompts, numbers)
 
         def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
             every, *copies = tee(batches, 1 + len(plan.searches))
@@ -209,74 +212,63 @@ def mbr_command(
                 for offset, part in plan.searches
             ]
             beams_each = [
-                draw.beams_each(loaded, prompts, copy)
+                draw.beams_each(loaded, source.prompts, copy)
                 for draw, copy in zip(searches, copies, strict=True)
             ]
             for numbers, *drawn in zip(every, *beams_each, strict=True):
                 decisions = plan.decide(drawn, numbers, again, settings, chosen, loaded.decode)
                 told = {**drawn[0].settings, **own}
                 yield [
-                    {"number": i, "text": found[i], **entry, "settings": told}
+                    {"number": i, "text": source.texts[i], **entry, "settings": told}
                     for i, entry in zip(
                         numbers, decision_records(decisions, export_mbrs is not None), strict=True
                     )
                 ]
 
-        plain = PlainTexts("chosen", len(found))
-        collected: dict[int, str] = {}
-        exported: dict[int, Choice] = {}
-        show = printer(json_lines, decision_table)
+        exported: list[tuple[str, Choice]] = []
 
         def collect(record: Record) -> None:
-            collected[record["number"]] = record["chosen"]
+            if scores is not None and source.references is not None:
+                scores.add(record["chosen"], source.references[record["number"]])
             if export_mbrs is not None:
-                exported[record["number"]] = exported_choice(record)
-            show(record)
+                exported.append((one_line(record["text"]), exported_choice(record)))
 
-        def score(numbers: list[int]) -> None:
-            if references is None:
-                return
-            texts = collected if output is None else _stored(output, plain)
-            scores = corpus_scores([texts[i] for i in numbers], [references[i] for i in numbers])
+        def score() -> None:
             as_json = wants_json(json_lines)
-            for record in scores:
+            for record in () if scores is None else scores.records():
                 if as_json and output is not None:
                     print_json(record)
                 else:  # beside results in JSON, which go to standard output
                     lines = Console(stderr=as_json, soft_wrap=True, highlight=False, markup=False)
                     lines.print(record["line"])
 
-        def export(numbers: list[int]) -> None:
+        def export() -> None:
             if export_mbrs is None:
                 return
-            if output is not None:
-                exported.update((r["number"], exported_choice(r)) for r in read_wide(output))
-            choices = [exported[i] for i in numbers]
-            sources = [one_line(found[i]) for i in numbers]
+            sources, choices = zip(*exported, strict=True)
             files = write_mbrs(export_mbrs, choices, chosen.name, sources)
             told = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
             told.print(visible(f"Wrote files for mbrs to {export_mbrs}. To decide by them, run"))
             told.print(visible(files.command))
 
-        def finish(numbers: list[int]) -> None:
-            score(numbers)
-            export(numbers)
+        def finish() -> None:
+            score()
+            export()
 
         largest = max([k, *(part.size for part in plan.parts)])
         Job(
             Draw(settings, seed),
             loaded,
-            found,
-            None,  # references: no decision depends on them
+            source,
             compute,
             continuous_batching=confidence is None,
-            batch_size=batch_size or default_batch_size(loaded.model.device, largest),
-            skip=skip,
+            batch_size=batch_size or default_batch_size(loaded, largest, settings.max_length),
             output=output,
-            show=collect,
+            show=printer(json_lines, decision_table),
             settings={"command": "mbr", "chat": chat, **own, **listed},
-            prompts=prompts,
-            plain=plain,
+            captured=lambda record: record["captured"],
+            plain=PlainTexts("chosen", lambda: source.count),
+            seen=None if scores is None and export_mbrs is None else collect,
             then=finish,
         ).run()
 
@@ -287,7 +279,7 @@ def _check_options(confidence: float | None, rounds: int | None, output: Path | 
         raise ValueError(f"--confidence is {confidence}; it must be between 0 and 1")
     if rounds is not None and confidence is None:
         raise ValueError(f"--rounds is {rounds}, which needs --confidence; give that too")
-    if output is not None and output.suffix.lower() == ".csv":
+    if output is not None and ending(output) == ".csv":
         raise ValueError(
             f"--output is {output}; decisions are written as JSON lines or Parquet, or the chosen "
             "texts alone as .txt"
@@ -305,7 +297,7 @@ def _check_export(folder: Path | None, confidence: float | None, output: Path | 
             f"--export-mbrs does not go with --confidence {confidence}, because evidence of later "
             "rounds is not kept; leave one of them out, and choose a larger -k instead"
         )
-    if output is not None and output.suffix.lower() == ".txt":
+    if output is not None and ending(output) == ".txt":
         raise ValueError(
             f"--output is {output}, which keeps the chosen texts alone; --export-mbrs needs the "
             "evidence too. Choose an --output that ends in .jsonl or .parquet"
@@ -316,10 +308,3 @@ def _ready(utility: Utility) -> Utility:
     """Return the utility, if all packages that it needs are there."""
     utility.tables([["a"]], [["a"]], torch.device("cpu"))
     return utility
-
-
-def _stored(output: Path, plain: PlainTexts) -> dict[int, str]:
-    """Return the chosen texts of a complete file, by their numbers."""
-    if output.suffix.lower() == ".txt":
-        return dict(enumerate(plain.read(output)))
-    return {record["number"]: record["chosen"] for record in read_wide(output)}

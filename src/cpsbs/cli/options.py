@@ -20,13 +20,19 @@ Texts = Annotated[
 ]
 File = Annotated[
     Path | None,
-    typer.Option("--file", "-f", help="File with one input text per line.", rich_help_panel=INPUT),
+    typer.Option(
+        "--file",
+        "-f",
+        help="File with one input text per line, also .gz or .zst.",
+        rich_help_panel=INPUT,
+    ),
 ]
 Skip = Annotated[
     bool,
     typer.Option(
         "--skip",
-        help="Skip lines that are empty or too long. Default: stop before any work is done.",
+        help="Skip lines that are empty, too long or not text, and report them. Default: stop "
+        "before anything of their window is computed; results before it are kept.",
         rich_help_panel=INPUT,
     ),
 ]
@@ -41,7 +47,7 @@ References = Annotated[
 ]
 ReferenceFile = Annotated[
     Path | None,
-    typer.Option(help="File with one reference per line.", rich_help_panel=INPUT),
+    typer.Option(help="File with one reference per line, also .gz or .zst.", rich_help_panel=INPUT),
 ]
 K = Annotated[
     int,
@@ -134,6 +140,14 @@ Gguf = Annotated[
         rich_help_panel=MODEL,
     ),
 ]
+Int8 = Annotated[
+    bool,
+    typer.Option(
+        "--int8",
+        help="Round the weights of linear layers to eight bits: faster on a CPU, a little coarser.",
+        rich_help_panel=MODEL,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -162,7 +176,7 @@ BatchSize = Annotated[
     typer.Option(
         min=1,
         max=MOST,
-        help="Number of texts to decode at once. Default: 640 / K, on a GPU 1280 / K.",
+        help="Number of texts to decode at once. Default: 320 / K, on a GPU 5120 / K or what fits.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -172,7 +186,8 @@ Output = Annotated[
         "--output",
         "-o",
         help="Write results to this file: JSON lines, or Parquet if it ends in .parquet (with "
-        "--format long also .csv). If the command is interrupted, run it again to resume.",
+        "--format long also .csv), compressed if .gz or .zst follows. If the command is "
+        "interrupted, run it again to resume.",
         rich_help_panel=RESULT,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Writes results to the terminal or a pipe, in the order of the input, or to a file.
+"""Writes results to a file, which is complete whenever it exists, and resumes after a crash.
 
 A file is written in two steps. During the run, results are appended to ``FILE.partial``, one per
 line, after a first line that describes the job. When all are there, they are written in the order
@@ -6,6 +6,12 @@ of the input to a temporary file with a random name in the same folder, which is
 that FILE is complete whenever it exists. The first line of the partial file contains the random
 name, so that the next run can remove a temporary file that a crash left behind. The same command
 run again resumes from the partial file; a last line that a crash cut short is dropped.
+
+The input comes in windows, and only the windows that are being worked on are held in memory. The
+results of one window stand together in the partial file, in any order, after those of all windows
+before. Every result has a mark: a hash of the job, and one of all input up to the end of its
+window. A command that resumes reads its input again from the beginning, window by window, along
+with the partial file, and compares the marks.
 """
 
 from __future__ import annotations
@@ -14,22 +20,26 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, NoReturn
 
-from cpsbs.cli.formats import Format, file_format
+from cpsbs.cli.formats import Format, file_format, read_wide
+from cpsbs.cli.ordered import Record
+from cpsbs.cli.replay import Replay
+from cpsbs.cli.source import Window
 from cpsbs.cli.stored import (
     LONGEST,
-    bounded_lines,
+    MARK,
     header_in,
     header_line,
     is_regular,
     is_same,
     is_there,
-    number_in,
     open_locked,
     open_regular,
     refuse_irregular,
@@ -37,55 +47,11 @@ from cpsbs.cli.stored import (
     to_line,
 )
 
-Record = dict[str, Any]
+RESULT = re.compile(rb'\{"number": (\d+), ')
+"""Matches the beginning of a line that ``ResumableFile`` writes."""
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The error codes for a full disk, a used up quota, and a file of maximal size."""
-
-
-class Sink(Protocol):
-    """Receives records, each with a ``number``, in any order."""
-
-    @property
-    def done(self) -> Set[int]:
-        """The numbers of the records received so far."""
-
-    def write(self, records: list[Record]) -> None:
-        """Receive the records of a batch."""
-
-    def finish(self) -> None:
-        """Complete the output, after all records were received."""
-
-    def close(self) -> None:
-        """Release the output, whether it is complete or not."""
-
-
-class OrderedOutput:
-    """Shows each record as soon as all records before it are shown."""
-
-    def __init__(self, show: Callable[[Record], None], numbers: Sequence[int]) -> None:
-        self.done: set[int] = set()
-        self._show = show
-        self._waiting: dict[int, Record] = {}
-        self._order = sorted(numbers, reverse=True)
-
-    def write(self, records: list[Record]) -> None:
-        """Receive the records of a batch, and show those whose turn it is."""
-        self._waiting |= {record["number"]: record for record in records}
-        self.done |= {record["number"] for record in records}
-        while self._order and self._order[-1] in self._waiting:
-            # It is shown before it is dropped, so that Ctrl-C in between does not lose it.
-            self._show(self._waiting[self._order[-1]])
-            del self._waiting[self._order.pop()]
-
-    def finish(self) -> None:
-        """Do nothing, since the last record was shown when it came."""
-
-    def close(self) -> None:
-        """Show the records that still wait for earlier ones, which will never come."""
-        for number in sorted(self._waiting):
-            self._show(self._waiting[number])
-            del self._waiting[number]
 
 
 class ResumableFile:
@@ -93,32 +59,39 @@ class ResumableFile:
 
     Args:
         file: its path; see ``formats`` for what its ending means.
-        job: everything that the results depend on. A file of another job is left alone.
-        numbers: the numbers of all records that the file will have.
+        job: everything that the results depend on, besides the input. A file of another job is
+            left alone.
         long: whether the file has a row for each sequence, instead of one for each text.
         plain: the format of a file that ends in ``.txt``, if it is not JSON lines.
+        seen: called with every record that is there already, or is written.
+        total: returns how many records the file will have, or None if that is not known.
 
     Attributes:
-        complete: whether the file already exists with all results of this job.
+        complete: whether the file already exists; ``check`` tells whether it is of this job.
+        count: the number of records that are on the disk, as far as windows have begun.
     """
 
     def __init__(
         self,
         file: Path,
         job: Record,
-        numbers: Sequence[int],
         long: bool = False,
         plain: Format | None = None,
+        seen: Callable[[Record], None] | None = None,
+        total: Callable[[], int | None] = lambda: None,
     ) -> None:
         _check_name(file)
         self._format = file_format(file, long, plain)
         self.file, self.partial = file, file.with_name(file.name + ".partial")
         self.complete = False
+        self.count = 0
         self._job: Record = json.loads(json.dumps(job))
-        self._numbers = sorted(numbers)
-        self._expected = set(numbers)
-        self._mark = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:16]
-        self._offsets: dict[int, int] = {}
+        self._mark = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:MARK]
+        self._seen, self._total = seen, total
+        self._windows: list[tuple[int, str]] = []  # how many records each has, and their mark
+        self._open_windows: deque[tuple[set[int], str]] = deque()  # what is missing, and its mark
+        self._replay: Replay | None = None
+        self._header = 0
         self._token = ""
         self._ready = False
         self._out: IO[bytes] | None = None
@@ -129,33 +102,51 @@ class ResumableFile:
             self.close()
             raise
 
-    @property
-    def done(self) -> Set[int]:
-        """The numbers of the records that are on the disk."""
-        return self._offsets.keys()
+    def begin(self, window: Window) -> set[int]:
+        """Expect the records of another window, and return the numbers of those that are there."""
+        mark = self._mark_of(window)
+        done: set[int] = set()
+        if self._replay is not None:
+            with self._explaining_errors():
+                done = self._replay.window(window, mark, self._seen)
+                self.count += len(done)
+                if len(done) < len(window.numbers):
+                    self._end_replay()
+        self._windows.append((len(window.numbers), mark))
+        if len(done) < len(window.numbers):
+            self._open_windows.append((set(window.numbers) - done, mark))
+        return done
 
     def write(self, records: list[Record]) -> None:
-        """Append records; they count as done once they are on the disk."""
-        lines = {r["number"]: to_line({**r, "job": self._mark}) for r in records}
-        for number, line in lines.items():
+        """Append records of the earliest windows; they count as done once they are on the disk."""
+        missing = {n: mark for numbers, mark in self._open_windows for n in numbers}
+        lines = {}
+        for record in records:
+            number = record["number"]
+            lines[number] = line = to_line({**record, "job": missing[number]})
             if len(line) > LONGEST:
                 raise ValueError(
                     f"the result of text {number + 1} takes {len(line):,} bytes; a line of "
                     f"--output may have {LONGEST:,}. Choose a smaller -k or --max-length"
                 )
         with self._explaining_errors():
-            offset = self._append(b"".join(lines.values()))
-        for number, line in lines.items():
-            self._offsets[number] = offset
-            offset += len(line)
+            self._append(b"".join(lines.values()))
+        self.count += len(lines)
+        for numbers, _ in self._open_windows:
+            numbers.difference_update(lines)
+        while self._open_windows and not self._open_windows[0][0]:
+            self._open_windows.popleft()
+        if self._seen is not None:
+            for record in records:
+                self._seen(record)
 
     def finish(self) -> None:
         """Put the complete file in its place."""
-        if len(self._offsets) != len(self._numbers):
-            raise RuntimeError(
-                f"only {len(self._offsets)} of {len(self._numbers)} results are there"
-            )
+        total = sum(count for count, _ in self._windows)
+        if self.count != total:
+            raise RuntimeError(f"only {self.count} of {total} results are there")
         with self._explaining_errors():
+            self._end_replay()
             try:
                 self._write_temporary()
                 # Renaming would replace it: no portable call renames only to an unused name.
@@ -173,8 +164,13 @@ class ResumableFile:
 
     def close(self) -> None:
         """Close the partial file, as the end of the process does."""
+        if self._replay is not None:
+            self._replay.close()
         if self._out is not None:
             self._out.close()
+
+    def _mark_of(self, window: Window) -> str:
+        return f"{self._mark}-{window.digest}"
 
     @property
     def _stored(self) -> IO[bytes]:
@@ -188,33 +184,46 @@ class ResumableFile:
 
     def _open(self) -> None:
         refuse_irregular(self.file)
-        if is_regular(self.file):
-            self._accept()
+        self.complete = is_regular(self.file)
+        if self.complete:
             return
         self._out = open_locked(self.partial, os.O_RDWR | os.O_APPEND | os.O_CREAT)
-        if is_regular(self.file):  # another process has just completed it
-            self._accept()
-        else:
+        self.complete = is_regular(self.file)  # another process has just completed it
+        if not self.complete:
             self._resume()
             self._ready = True
 
-    def _accept(self) -> None:
-        """Check that the file that is there is complete, and clean up after it."""
-        with os.fdopen(open_regular(self.file, os.O_RDONLY), "rb") as stored:
+    def check(self, windows: Iterable[Window]) -> None:
+        """Check that the file that is there has the results of all windows, and clean up after it.
+
+        With ``seen``, which needs a wide file, the file is read twice at the same time.
+        """
+        with (
+            self._explaining_errors(),
+            os.fdopen(open_regular(self.file, os.O_RDONLY), "rb") as stored,
+        ):
             try:
-                self._format.check(stored, self._mark, self._numbers)
+                self._format.check(stored, self._expected(windows))
             except ValueError as error:
                 raise ValueError(
                     f"--output is {self.file}, which exists already and is not what this command "
                     f"writes: {error}. Delete it, or choose another name"
                 ) from error
-        self.complete = True
-        if self._out is None and is_regular(self.partial):
-            with suppress(ValueError):  # the process that wrote it is about to remove it
-                self._out = open_locked(self.partial, os.O_RDWR)
-        if self._out is not None:
-            self._remove_leftovers()
-            self.close()
+            if self._out is None and is_regular(self.partial):
+                with suppress(ValueError):  # the process that wrote it is about to remove it
+                    self._out = open_locked(self.partial, os.O_RDWR)
+            if self._out is not None:
+                self._remove_leftovers()
+                self.close()
+
+    def _expected(self, windows: Iterable[Window]) -> Iterator[tuple[int, str]]:
+        records = read_wide(self.file) if self._seen else None
+        for window in windows:
+            for number in window.numbers:
+                yield number, self._mark_of(window)
+                # The next one is asked for when this one has been checked.
+                if records is not None and self._seen is not None:
+                    self._seen(next(records))
 
     def _remove_leftovers(self) -> None:
         """Remove the partial file that a crash left after completion, if it is of this job."""
@@ -249,27 +258,41 @@ class ResumableFile:
     def _lines(self) -> Iterator[bytes]:
         """Yield the lines of the records, in the order of the input."""
         with self._reader() as stored:
-            for number, offset in sorted(self._offsets.items()):
-                stored.seek(offset)
-                line = stored.readline(LONGEST + 1)
-                try:
-                    same = number_in(line, self._mark) == number
-                except ValueError:
-                    same = False
-                if not same:
-                    raise ValueError(
-                        f"{self.partial} was changed by another program in the meantime; run the "
-                        "same command again to see which line it is"
-                    )
-                yield line
+            end = self._header
+            for count, mark in self._windows:
+                stored.seek(end)
+                offsets = {}
+                for _ in range(count):
+                    line = stored.readline(LONGEST + 1)
+                    offsets[self._number(line, mark)] = end
+                    end += len(line)
+                if len(offsets) < count:
+                    self._refuse_changes()
+                for number, offset in sorted(offsets.items()):
+                    stored.seek(offset)
+                    line = stored.readline(LONGEST + 1)
+                    if self._number(line, mark) != number:
+                        self._refuse_changes()
+                    yield line
 
-    def _append(self, data: bytes) -> int:
-        """Write at the end of the partial file, and return the offset at which the data begins."""
-        begin = os.fstat(self._stored.fileno()).st_size
+    def _number(self, line: bytes, mark: str) -> int:
+        """Return the number in a line that this process has written or checked already."""
+        found = RESULT.match(line)
+        if not found or not line.endswith(b'"job": "%s"}\n' % mark.encode()):
+            self._refuse_changes()
+        return int(found[1])
+
+    def _refuse_changes(self) -> NoReturn:
+        raise ValueError(
+            f"{self.partial} was changed by another program in the meantime; run the same command "
+            "again to see which line it is"
+        )
+
+    def _append(self, data: bytes) -> None:
+        """Write at the end of the partial file."""
         while data:
             data = data[self._stored.write(data) :]
         os.fsync(self._stored.fileno())
-        return begin
 
     @contextmanager
     def _explaining_errors(self) -> Iterator[None]:
@@ -279,7 +302,7 @@ class ResumableFile:
         except OSError as error:
             if error.errno is None:
                 raise
-            count = f"{len(self._offsets)} of {len(self._numbers)} results are safe"
+            count = f"{of_total(self.count, self._total())} results are safe"
             safe = count if self._ready else "no earlier result is lost"
             advice = "Free some space" if error.errno in NO_ROOM else "Fix this"
             raise OSError(
@@ -288,7 +311,7 @@ class ResumableFile:
             ) from error
 
     def _resume(self) -> None:
-        """Find the records that are there, and cut off a line that a crash left incomplete."""
+        """Find out whether there are results to resume from, or begin the partial file."""
         with self._reader() as stored:
             first = stored.readline(LONGEST + 1)
             try:
@@ -298,44 +321,32 @@ class ResumableFile:
                     f"{self.partial}, to which results would be written, {error}. Move it away, or "
                     "choose another --output"
                 ) from error
-            self._token = header["token"] if header else ""
-            end = self._scan(stored, header["job"], len(first)) if header else 0
+            second = stored.readline(LONGEST + 1)
+        self._token, self._header = header["token"] if header else "", len(first)
+        # A command that never wrote a result does not block another one.
+        resumed = header is not None and (second.endswith(b"\n") or len(second) > LONGEST)
+        if header and resumed:
+            self._check_same(header["job"])
         if header and is_regular(self._temporary):
             self._temporary.unlink()
-        if os.fstat(self._stored.fileno()).st_size != end:
-            os.ftruncate(self._stored.fileno(), end)
-        if not end:
-            self._token = secrets.token_hex(8)
-            self._append(header_line(self._token, self._job))
-            sync_folder(self.file.parent)
+        if resumed:
+            self._replay = Replay(self._reader(), self.partial, self._header)
+            return
+        os.ftruncate(self._stored.fileno(), 0)
+        self._token = secrets.token_hex(8)
+        line = header_line(self._token, self._job)
+        self._header = len(line)
+        self._append(line)
+        sync_folder(self.file.parent)
 
-    def _scan(self, stored: IO[bytes], job: Record, end: int) -> int:
-        """Record the offsets of all complete lines, and return where the last one ends.
-
-        Return zero if there is none, so that a command that never wrote a result does not block
-        another one.
-        """
-        for count, line in enumerate(bounded_lines(stored), 2):
-            if not line.endswith(b"\n") and len(line) <= LONGEST:
-                break
-            self._check_same(job)
-            try:
-                self._note(line, end)
-            except ValueError as error:
-                raise ValueError(
-                    f"{self.partial}: line {count} {error}. Remove this line to compute its "
-                    "text again, or delete the file to start over"
-                ) from error
-            end += len(line)
-        return end if self._offsets else 0
-
-    def _note(self, line: bytes, offset: int) -> None:
-        number = number_in(line, self._mark)
-        if number not in self._expected:
-            raise ValueError("has the number of no text")
-        if number in self._offsets:
-            raise ValueError(f"is another result of text {number + 1}")
-        self._offsets[number] = offset
+    def _end_replay(self) -> None:
+        """Cut off a line that a crash left incomplete, from where on new results are written."""
+        if self._replay is not None:
+            end = self._replay.end()
+            if os.fstat(self._stored.fileno()).st_size != end:
+                os.ftruncate(self._stored.fileno(), end)
+            self._replay.close()
+            self._replay = None
 
     def _check_same(self, before: Record) -> None:
         """Refuse a partial file that another job has written."""
@@ -350,6 +361,11 @@ class ResumableFile:
                 f"{self.partial} was written by another command, which differs in "
                 f"{', '.join(unlike)}. Give the same options to resume it, or delete it"
             )
+
+
+def of_total(count: int, total: int | None) -> str:
+    """Return a count, and out of how many it is where that is known."""
+    return f"{count:,}" if total is None else f"{count:,} of {total:,}"
 
 
 def _brief(value: Any) -> str:

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from cpsbs.cli.batches import progress_bar
-from cpsbs.cli.inputs import read_references, read_texts
+from cpsbs.cli.inputs import read_lines
 from cpsbs.cli.reproduce import Engine
 from cpsbs.cli.terminal import visible
 from cpsbs.experiments.cells import Cell, look_up
@@ -173,8 +173,15 @@ class Reproduction:
                     f"sacrebleu could not get --test-set {self.test_set} --languages "
                     f"{self.languages} ({type(error).__name__}); give --source and --reference"
                 ) from error
-        texts = read_texts(None, source)
-        return texts, read_references(None, reference, len(texts)) or []
+        texts, references = (
+            [str(line) for line in read_lines(file, option)]
+            for file, option in ((source, "--source"), (reference, "--reference"))
+        )
+        if not texts or len(texts) != len(references):
+            raise ValueError(
+                f"there are {len(references)} references for {len(texts)} texts; give one per text"
+            )
+        return texts, references
 
     @property
     def _device(self) -> str:

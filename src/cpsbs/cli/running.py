@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,13 +19,15 @@ from cpsbs import __version__
 from cpsbs.cli.batches import ComputeBatches, Note, process_batches, refill_size
 from cpsbs.cli.draws import Draw
 from cpsbs.cli.formats import Format, long_rows
-from cpsbs.cli.inputs import refuse_texts
-from cpsbs.cli.outputs import OrderedOutput, Record, ResumableFile, Sink
+from cpsbs.cli.ordered import OrderedOutput, Record, Sink
+from cpsbs.cli.outputs import ResumableFile, of_total
+from cpsbs.cli.source import Source, Window
 from cpsbs.cli.stored import to_line
 from cpsbs.cli.terminal import print_message, visible, visible_json
 from cpsbs.estimation.weights import WeightWarning
 from cpsbs.fingerprint import model_fingerprint
-from cpsbs.text import Prompt, TextModel
+from cpsbs.text import TextModel
+from cpsbs.windows import WINDOW, first_window
 
 EPILOG = (
     "Exit status: 0 success; 1 an error, whose message says what to do; 2 an unknown or malformed "
@@ -104,88 +105,127 @@ class Job:
 
     draw: Draw
     model: TextModel
-    texts: list[str]
-    references: list[str] | None
+    source: Source
     compute: ComputeBatches
     """Computes the records of batches of texts."""
     continuous_batching: bool
     """Whether texts of later batches can join the search while earlier ones go on."""
     batch_size: int
-    skip: bool
     output: Path | None
     show: Callable[[Record], None]
     settings: Record
     """The settings of the command that the results depend on, besides those of the draw."""
-    prompts: Sequence[Prompt] | None = None
-    """What the texts stand for, if it is not the texts themselves."""
+    captured: Callable[[Record], float | None]
+    """Returns the probability of the sequences of a record, where it is known."""
     long: bool = False
     """Whether a file has a row for each sequence, instead of one for each text."""
     plain: Format | None = None
     """The format of a file that ends in ``.txt``, if it is not JSON lines."""
     note: Note | None = None
     """What to show beside the progress of a batch, if it takes long."""
-    then: Callable[[list[int]], None] | None = None
-    """Called with the numbers of the texts that were not skipped, when all results are there and
-    before skipped lines are reported."""
+    seen: Callable[[Record], None] | None = None
+    """Called with every record, in the order of the input, also those of an earlier run."""
+    then: Callable[[], None] | None = None
+    """Called when all results are there, before skipped lines are reported."""
 
     def identity(self) -> Record:
-        """Return everything that the results depend on, to the last digit on one machine."""
-        content = json.dumps([self.texts, self.references])
+        """Return what the results depend on besides the input, to the last digit on one machine."""
         return {
             **self.draw.settings.as_record(),
             "seed": self.draw.seed,
             "model": self.model.name,
             "model_content": model_fingerprint(self.model.name, self.model.model.config),
-            "dtype": str(self.model.model.dtype),
+            "dtype": self.model.quantize or str(self.model.model.dtype),
             "device": self.model.model.device.type,
             "batch_size": self.batch_size,
-            "input": hashlib.sha256(content.encode()).hexdigest()[:16],
             "version": __version__,
             **self.settings,
         }
 
     def run(self) -> None:
         """Compute the results that are not there yet, for all texts that can be used."""
-        prompts = self.texts if self.prompts is None else self.prompts
-        unusable = self.model.unusable(prompts, self.draw.settings.max_length)
-        numbers = [i for i in range(len(self.texts)) if i not in unusable]
-        if not self.skip:
-            refuse_texts(unusable)
-        if not numbers:
-            refuse_texts(unusable, "--skip leaves no line; fix one of them")
-        messages = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        first_size = first_window(self.batch_size, self.model.model.device)
+        most = WINDOW * self.batch_size
+        read = self.source.windows(self.model, self.draw.settings.max_length, first_size, most)
+        # The first window is read before a file is begun, which a bad text in it would prevent.
+        windows = chain([first] if (first := next(read, None)) else [], read)
         if self.output is None:
-            # Closing it shows the results so far, also when the run is interrupted.
-            with closing(OrderedOutput(self.show, numbers)) as ordered:
-                self._process(ordered, numbers)
+            self._print(windows)
         else:
-            stored = ResumableFile(self.output, self.identity(), numbers, self.long, self.plain)
-            with closing(stored) as sink:
-                if sink.complete:
-                    messages.print(visible(f"{self.output} is already complete."))
-                else:
-                    if sink.done:
-                        done = f"{len(sink.done):,} of {len(numbers):,}"
-                        messages.print(f"Resuming: {done} are done.")
-                    self._process(sink, numbers)
-                    messages.print(visible(f"Wrote {len(numbers):,} results to {self.output}."))
+            self._store(self.output, windows)
         if self.then is not None:
-            self.then(numbers)
-        if unusable:
-            number, reason = next(iter(unusable.items()))
-            raise LinesSkippedError(
-                f"{len(unusable)} of {len(self.texts)} lines were skipped; line {number + 1} "
-                f"{reason}"
-            )
+            self.then()
+        skipped = self.source.skipped_lines()
+        if skipped is not None:
+            raise LinesSkippedError(skipped)
 
-    def _process(self, sink: Sink, numbers: list[int]) -> None:
-        lengths = [len(text) for text in self.texts]
-        # A progress bar would garble results on the same terminal.
-        progress = self.output is not None or not sys.stdout.isatty()
+    def _print(self, windows: Iterator[Window]) -> None:
+        def show(record: Record) -> None:
+            if self.seen is not None:
+                self.seen(record)
+            self.show(record)
+
+        # Closing it shows the results so far, also when the run is interrupted.
+        with closing(OrderedOutput(show)) as ordered:
+            self._process(ordered, windows)
+
+    def _store(self, output: Path, windows: Iterator[Window]) -> None:
+        messages = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
+        in_order = None if self.seen is None else OrderedOutput(self.seen)
+
+        def followed() -> Iterator[Window]:
+            for window in windows:
+                if in_order is not None:
+                    in_order.begin(window)
+                yield window
+
+        sink = ResumableFile(
+            output,
+            self.identity(),
+            self.long,
+            self.plain,
+            None if in_order is None else lambda record: in_order.write([record]),
+            lambda: self.source.total,
+        )
+
+        def resuming() -> None:
+            if sink.count:
+                messages.print(f"Resuming: {of_total(sink.count, self.source.total)} are done.")
+
+        with closing(sink):
+            if sink.complete:
+                sink.check(self._released(followed()))
+                messages.print(visible(f"{output} is already complete."))
+            else:
+                self._process(sink, followed(), resuming)
+                messages.print(visible(f"Wrote {sink.count:,} results to {output}."))
+
+    def _released(self, windows: Iterator[Window]) -> Iterator[Window]:
+        """Yield windows, and forget the texts of each when the next one is asked for."""
+        for window in windows:
+            yield window
+            self.source.release(window)
+
+    def _process(
+        self, sink: Sink, windows: Iterator[Window], resuming: Callable[[], None] = lambda: None
+    ) -> None:
         size = self.batch_size
         joins = self.continuous_batching and self.model.model.device.type == "cuda"
-        refill = refill_size(size) if joins else size
-        process_batches(self.compute, lengths, numbers, size, refill, sink, progress, self.note)
+        total = self.source.total
+        many = self.note is not None or total is None or total > size
+        process_batches(
+            self.compute,
+            windows,
+            self.source,
+            size,
+            refill_size(size) if joins else size,
+            sink,
+            # A progress bar would garble results on the same terminal.
+            many and (self.output is not None or not sys.stdout.isatty()),
+            self.captured,
+            self.note or Note(),
+            resuming,
+        )
         sink.finish()
 
 

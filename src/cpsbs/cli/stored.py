@@ -20,11 +20,18 @@ from cpsbs.search.export import finite_json
 LONGEST = 2**26
 """The maximal number of bytes in a line; a longer one is refused, and not read into memory."""
 
+MARK = 16
+"""The number of characters of a mark that tell the job; those behind them tell its input."""
+
 BEGINNING = b'{"cpsbs": "partial", '
 """The first bytes of every partial file."""
 
 CAREFULLY = sum(getattr(os, name, 0) for name in ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY"))
 """Flags for opening a file without following links, and without blocking on a named pipe."""
+
+
+class OtherInputError(ValueError):
+    """Raised for a result that the same command has computed from other texts."""
 
 
 def to_line(record: dict[str, Any]) -> bytes:
@@ -168,8 +175,19 @@ def number_in(line: bytes, mark: str) -> int:
     Raises:
         ValueError: if the line is not a result of that job; it says why.
     """
-    record = parsed(line)
-    if record.get("job") != mark:
+    return checked_number(parsed(line), mark)
+
+
+def checked_number(record: dict[str, Any], mark: str) -> int:
+    """Return the number of a record, which the job with this mark must have written.
+
+    Raises:
+        ValueError: if the record is not a result of that job; it says why.
+    """
+    job = record.get("job")
+    if job != mark:
+        if isinstance(job, str) and job[:MARK] == mark[:MARK] and len(job) == len(mark):
+            raise OtherInputError("was computed from another input")
         raise ValueError("was not written by this command")
     number = record.get("number")
     if type(number) is not int:  # True is an int too

@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Column, Table
 from rich.text import Text
 
-from cpsbs.cli.outputs import Record
+from cpsbs.cli.ordered import Record
 from cpsbs.cli.terminal import visible
 from cpsbs.estimation.result import with_error
 

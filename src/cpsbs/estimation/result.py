@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -230,6 +230,39 @@ class Estimate:
             estimator=first["estimator"],
             repeats=first["repeats"],
             settings=first["settings"],
+        )
+
+    @staticmethod
+    def joined(estimates: Sequence[Estimate]) -> Estimate:
+        """Return one estimate with the sources of all of these, in their order.
+
+        They must be of the same function, with the same settings.
+        """
+        if not estimates:
+            raise ValueError("estimates is empty; it must have at least one estimate")
+
+        def every(name: str) -> Tensor:
+            return torch.cat([getattr(part, name) for part in estimates])
+
+        def unless_missing(name: str) -> Tensor | None:
+            return None if any(getattr(p, name) is None for p in estimates) else every(name)
+
+        variances = [
+            torch.full_like(part.value, math.nan) if part.variance is None else part.variance
+            for part in estimates
+        ]
+        return replace(
+            estimates[0],
+            value=every("value"),
+            variance=None if all(p.variance is None for p in estimates) else torch.cat(variances),
+            lower=unless_missing("lower"),
+            upper=unless_missing("upper"),
+            freedom=every("freedom"),
+            exact=every("exact"),
+            distinct=every("distinct"),
+            effective_size=every("effective_size"),
+            captured=every("captured"),
+            sum_of_weights=every("sum_of_weights"),
         )
 
     def _line(self, b: int, number: str) -> str:
