@@ -5,8 +5,11 @@ VENV ?= .venv
 CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PAGE := src/cpsbs/explore/static/page.js
+NPM := $(shell command -v npm)
 
-.PHONY: demo toy picture test test-slow test-newest lint types bench dist docs notebooks format clean
+.PHONY: demo toy picture page screenshots test test-slow test-browser test-newest lint types bench dist docs \
+	notebooks format clean
 
 demo: $(READY)
 	$(BIN)/cpsbs demo
@@ -20,12 +23,31 @@ picture: $(READY)
 	$(BIN)/python examples/picture.py docs/compare.svg cpsbs compare --temperature 0.5 --rows 16 \
 		"He forgot his keys on the kitchen table."
 
+# The page of cpsbs explore, from web/. Without Node.js all but the page works.
+ifdef NPM
+page: $(PAGE)
+
+# The pictures of the page in the documentation.
+screenshots: $(READY) $(PAGE)
+	$(BIN)/python docs/screenshots.py
+else
+page:
+	@echo "npm is not installed: cpsbs explore has no page, and its tests are skipped" >&2
+endif
+
 # One worker per core with one thread each: torch's threads would wait for each other.
-test: $(READY)
+test: $(READY) page
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist worksteal
 
 test-slow: $(READY)
 	$(BIN)/python -m pytest -m slow -rs
+
+# The page in a real browser, and its unit tests. On Debian, Chromium is installed if it is missing.
+test-browser: $(READY) $(PAGE)
+	cd web && npm test --silent
+	@command -v chromium chromium-browser google-chrome >/dev/null || \
+		(apt-get update -qq && apt-get install -y -qq chromium fonts-dejavu-core >/dev/null)
+	$(BIN)/python -m pytest -m browser tests/browser
 
 # The same tests with the newest releases of what we depend on.
 test-newest:
@@ -35,12 +57,20 @@ lint: $(READY)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/lint-imports
+ifdef NPM
+	@$(MAKE) --no-print-directory web/node_modules/.ready
+	cd web && npm run --silent lint
+endif
 
 types: $(READY)
 	$(BIN)/mypy
+ifdef NPM
+	@$(MAKE) --no-print-directory web/node_modules/.ready
+	cd web && npm run --silent types
+endif
 
 # The wheel and the source distribution, and the wheel tried out in empty environments.
-dist: $(READY)
+dist: $(READY) page
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/python -m tests.distribution.install dist/*.whl --constraints $(CONSTRAINTS)
@@ -62,11 +92,23 @@ bench: $(READY)
 format: $(READY)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+ifdef NPM
+	@$(MAKE) --no-print-directory web/node_modules/.ready
+	cd web && npm run --silent format
+endif
 
 clean:
 	rm -rf .venv .venv-newest .mypy_cache .pytest_cache .ruff_cache .hypothesis dist site
+	rm -rf web/node_modules web/.build $(dir $(PAGE))
 
 $(READY): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(CONSTRAINTS) -e '.[dev]'
 	touch $(READY)
+
+web/node_modules/.ready: web/package.json web/package-lock.json
+	cd web && npm ci --silent --no-audit --no-fund
+	touch $@
+
+$(PAGE): web/node_modules/.ready web/build.mjs $(wildcard web/src/*) $(wildcard web/src/panels/*)
+	cd web && npm run --silent build

@@ -1,18 +1,29 @@
-"""Write the reference of the command line from the commands themselves, when the site is built."""
+"""Write what the site has beyond its pages, when it is built.
+
+These are the reference of the command line, from the commands themselves, and the example page of
+``cpsbs explore``.
+"""
 
 from __future__ import annotations
 
+import html
 import inspect
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_type_hints
 
+from mkdocs.structure.files import File
 from typer.models import ArgumentInfo
 
 from cpsbs.cli.commands import app
+
+sys.path.insert(0, str(Path(__file__).parent))
+from example_page import example_page
 
 MARK = re.compile(r"<!-- command: (\w+) -->")
 
@@ -20,6 +31,16 @@ MARK = re.compile(r"<!-- command: (\w+) -->")
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put the help of a command in the place of every ``<!-- command: NAME -->``."""
     return MARK.sub(lambda found: command_help(found[1]), markdown)
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the example page of ``cpsbs explore``, if the page has been built."""
+    try:
+        content = example_page()
+    except ImportError as error:
+        content = f"<!doctype html><title>cpsbs explore</title><p>{html.escape(str(error))}"
+    files.append(File.generated(config, "explore/example.html", content=content))
+    return files
 
 
 @dataclass(frozen=True)
