@@ -27,7 +27,7 @@ from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
 from cpsbs.estimation.inclusion import Models
 from cpsbs.loading import EMBEDDED as EMBEDDED
 from cpsbs.loading import embedded_models as embedded_models
-from cpsbs.loading import limit, pretrained
+from cpsbs.loading import limit, outlined, pretrained
 from cpsbs.models.transformers.adapter import TransformersModel
 from cpsbs.models.transformers.int8 import is_quantized
 from cpsbs.prompts import Messages as Messages
@@ -488,5 +488,20 @@ def load(
             they are computed. On a CPU that is faster; no gradients go through it.
     """
     model, tokenizer = pretrained(name, device, dtype, trust_remote_code, gguf_file, quantize)
-    full_name = str(name) if gguf_file is None else f"{name}/{gguf_file}"
-    return TextModel(full_name, model, tokenizer)
+    return TextModel(_full_name(name, gguf_file), model, tokenizer)
+
+
+def outline(
+    name: str | Path, trust_remote_code: bool = False, gguf_file: str | None = None
+) -> TextModel:
+    """Load a model without its weights, which takes little time and memory.
+
+    It tells how texts are tokenized and which of them the model can take, but draws nothing. The
+    arguments are those of ``load``.
+    """
+    model, tokenizer = outlined(name, trust_remote_code, gguf_file)
+    return TextModel(_full_name(name, gguf_file), model, tokenizer)
+
+
+def _full_name(name: str | Path, gguf_file: str | None) -> str:
+    return str(name) if gguf_file is None else f"{name}/{gguf_file}"

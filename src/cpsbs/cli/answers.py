@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import math
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 from rich.console import Group
 from rich.text import Text
 
-from cpsbs.cli.batches import Note, default_batch_size
 from cpsbs.cli.compression import ending
-from cpsbs.cli.draws import check_draw, chosen_design, chosen_target, draw_with, load_quietly
+from cpsbs.cli.draws import (
+    Draw,
+    ModelChoice,
+    Target,
+    check_draw,
+    chosen_design,
+    chosen_target,
+    draw_with,
+)
+from cpsbs.cli.engines import chosen_engine
 from cpsbs.cli.inputs import check_utf8, read_texts
 from cpsbs.cli.options import (
     RESULT,
+    Address,
     Anneal,
     BatchSize,
     Chat,
+    Cores,
     DesignName,
     Device,
     Dtype,
+    EngineName,
     File,
     Gguf,
     Int8,
@@ -38,19 +51,47 @@ from cpsbs.cli.options import (
     Temperature,
     Texts,
     UntilMass,
+    Where,
+    Workers,
 )
 from cpsbs.cli.ordered import Record
 from cpsbs.cli.running import Job, printer, reporting_errors
-from cpsbs.cli.source import Source
+from cpsbs.cli.source import Batch, Source
 from cpsbs.cli.tables import new_table
 from cpsbs.cli.terminal import visible
 from cpsbs.decisions.answers import answers
 from cpsbs.decisions.keys import key_named
 from cpsbs.designs import DEFAULT_DESIGN
 from cpsbs.estimation.result import with_error
+from cpsbs.search.more import Progress
+from cpsbs.text import TextModel
 
 BAR = 20
 """The width of a bar that stands for a probability of one, in characters."""
+
+
+@dataclass(frozen=True)
+class AnswersWork:
+    """Estimates how probable each answer is."""
+
+    draw: Draw
+    target: Target | None
+    """When to stop drawing more; None to draw once."""
+    key: str
+    """What counts as the same answer."""
+
+    def records(
+        self, model: TextModel, batches: Iterable[Batch], progress: Progress
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order."""
+        key, joint = key_named(self.key), self.draw.needs_joint
+        for batch in batches:
+            beams = next(self.draw.beams_until(model, [batch], self.target, progress, joint=joint))
+            entries = answers(beams, key, decode=model.decode).to_dicts()
+            yield [
+                {"number": i, "text": text, **_plain(entry)}
+                for i, text, entry in zip(batch.numbers, batch.texts, entries, strict=True)
+            ]
 
 
 def answers_command(
@@ -85,6 +126,10 @@ def answers_command(
     int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
+    engine: Where = EngineName.local,
+    address: Address = None,
+    workers: Workers = None,
+    cores: Cores = None,
     output: Output = None,
     json_lines: Json = False,
 ) -> None:
@@ -99,43 +144,32 @@ def answers_command(
         check_utf8(key, "--key")
         if output is not None and ending(output) == ".csv":
             raise ValueError(f"--output is {output}; answers are written as JSON lines or Parquet")
-        chosen, chosen_key = chosen_design(design, anneal), key_named(key)
+        chosen = chosen_design(design, anneal)
+        key_named(key)  # so that an unknown one is refused early
         target = chosen_target(until_mass, most, chosen)
         source = Source(read_texts(texts, file, skip), chat=chat, skip=skip)
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
-        draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
-
-        note = Note()
-
-        def records(numbers: list[int]) -> list[Record]:
-            joint, progress = draw.needs_joint, note.captured
-            beams = next(
-                draw.beams_until(loaded, source.prompts, [numbers], target, progress, joint=joint)
-            )
-            entries = answers(beams, chosen_key, decode=loaded.decode).to_dicts()
-            return [
-                {"number": i, "text": source.texts[i], **_plain(entry)}
-                for i, entry in zip(numbers, entries, strict=True)
-            ]
-
-        Job(
-            draw,
-            loaded,
-            source,
-            partial(map, records),
-            continuous_batching=False,
-            batch_size=batch_size or default_batch_size(loaded, k, draw.settings.max_length),
-            output=output,
-            show=printer(json_lines, answer_table),
-            settings={
-                "command": "answers",
-                "key": key,
-                "chat": chat,
-                **({} if target is None else target.as_record()),
-            },
-            captured=lambda record: 1 - float(record["unseen"]),
-            note=None if target is None else note,
-        ).run()
+        choice = ModelChoice(model, device, dtype, trust_remote_code, gguf, int8)
+        with closing(chosen_engine(choice, engine, address, workers, cores)) as computing:
+            loaded = computing.model
+            draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
+            Job(
+                draw,
+                computing,
+                AnswersWork(draw, target, key),
+                source,
+                continuous_batching=False,
+                batch_size=batch_size,
+                output=output,
+                show=printer(json_lines, answer_table),
+                settings={
+                    "command": "answers",
+                    "key": key,
+                    "chat": chat,
+                    **({} if target is None else target.as_record()),
+                },
+                captured=lambda record: 1 - float(record["unseen"]),
+                rounds=target is not None,
+            ).run()
 
 
 def _plain(entry: Record) -> Record:

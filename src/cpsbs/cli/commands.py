@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import tee
 from pathlib import Path
 from typing import Annotated
 
@@ -14,57 +12,33 @@ from rich.text import Text
 from cpsbs import __version__
 from cpsbs.cli import tables
 from cpsbs.cli.answers import answers_command
-from cpsbs.cli.batches import Note, default_batch_size
-from cpsbs.cli.draws import (
-    captured_mass,
-    check_draw,
-    chosen_design,
-    chosen_target,
-    comparison_record,
-    draw_with,
-    load_quietly,
-    sample_records,
-)
+from cpsbs.cli.draws import ModelChoice, check_draw, comparison_record, draw_with, sample_records
 from cpsbs.cli.estimate import estimate_command
 from cpsbs.cli.explore import explore_command
-from cpsbs.cli.inputs import check_utf8, read_references, read_texts, refuse_texts
+from cpsbs.cli.inputs import check_utf8, refuse_texts
 from cpsbs.cli.mbr import mbr_command
 from cpsbs.cli.options import (
     DRAW,
     INPUT,
     MOST,
     RESULT,
-    Anneal,
-    BatchSize,
-    Chat,
-    DesignName,
     Device,
     Dtype,
-    File,
-    Format,
     Gguf,
     Int8,
     Json,
     K,
-    Layout,
     MaxLength,
     ModelName,
-    MostSequences,
     Nucleus,
-    Output,
-    ReferenceFile,
-    References,
     RemoteCode,
     Seed,
-    Skip,
     Temperature,
-    Texts,
-    UntilMass,
 )
-from cpsbs.cli.ordered import Record
 from cpsbs.cli.reproduce import reproduce
-from cpsbs.cli.running import EPILOG, Job, print_json, printer, reporting_errors, wants_json
-from cpsbs.cli.source import Source
+from cpsbs.cli.running import EPILOG, print_json, reporting_errors, wants_json
+from cpsbs.cli.sample import sample_command
+from cpsbs.cli.source import Batch
 from cpsbs.cli.terminal import Commands, visible
 from cpsbs.designs import DEFAULT_DESIGN, DESIGNS, design_named
 from cpsbs.estimation.estimate import estimate
@@ -92,83 +66,7 @@ def main(
         raise typer.Exit
 
 
-@app.command(epilog=EPILOG)
-def sample(
-    texts: Texts = None,
-    file: File = None,
-    chat: Chat = False,
-    skip: Skip = False,
-    reference: References = None,
-    reference_file: ReferenceFile = None,
-    k: K = 10,
-    until_mass: UntilMass = None,
-    most: MostSequences = None,
-    design: DesignName = DEFAULT_DESIGN,
-    temperature: Temperature = 1.0,
-    anneal: Anneal = None,
-    nucleus: Nucleus = None,
-    max_length: MaxLength = None,
-    seed: Seed = 0,
-    model: ModelName = "en-fr",
-    device: Device = None,
-    dtype: Dtype = None,
-    gguf: Gguf = None,
-    int8: Int8 = False,
-    trust_remote_code: RemoteCode = False,
-    batch_size: BatchSize = None,
-    output: Output = None,
-    layout: Format = Layout.wide,
-    json_lines: Json = False,
-) -> None:
-    """Draw K sequences for each text, with their probabilities p and inclusion probabilities π.
-
-    cpsbs sample "A man rides a bicycle." -k 5 --temperature 0.5
-
-    cpsbs sample --file english.txt --output french.jsonl
-
-    cpsbs sample --file english.txt --format long --output french.csv
-
-    cpsbs sample "A man rides a bicycle." --until-mass 0.9 --temperature 0.5
-    """
-    with reporting_errors():
-        check_draw(k, temperature, nucleus, max_length, seed)
-        chosen = chosen_design(design, anneal)
-        target = chosen_target(until_mass, most, chosen)
-        found = read_texts(texts, file, skip)
-        source = Source(found, read_references(reference, reference_file, found), chat, skip)
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
-        draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
-        long = layout is Layout.long
-        size = batch_size or default_batch_size(loaded, k, draw.settings.max_length)
-        note = Note()
-
-        def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
-            to_draw, drawn = tee(batches)
-            beams_each = draw.beams_until(loaded, source.prompts, to_draw, target, note.captured)
-            for numbers, beams in zip(drawn, beams_each, strict=True):
-                yield sample_records(beams, loaded, source.texts, numbers, source.references)
-
-        Job(
-            draw,
-            loaded,
-            source,
-            compute,
-            continuous_batching=target is None,
-            batch_size=size,
-            output=output,
-            show=printer(json_lines, tables.beam_table, long),
-            settings={
-                "command": "sample",
-                "format": layout,
-                "chat": chat,
-                **({} if target is None else target.as_record()),
-            },
-            captured=captured_mass,
-            long=long,
-            note=None if target is None else note,
-        ).run()
-
-
+app.command("sample", epilog=EPILOG)(sample_command)
 app.command("estimate", epilog=EPILOG)(estimate_command)
 app.command("answers", epilog=EPILOG)(answers_command)
 app.command("mbr", epilog=EPILOG)(mbr_command)
@@ -220,10 +118,10 @@ def compare(
         check_utf8(text, "the text")
         check_utf8(reference or "", "--reference")
         chosen = [design_named(name) for name in designs_given or DESIGNS]
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
+        loaded = ModelChoice(model, device, dtype, trust_remote_code, gguf, int8).load()
         best = draw_with(loaded, k, design_named("top-k"), temperature, nucleus, max_length, seed)
         refuse_texts(loaded.unusable([text], best.settings.max_length), "Give another text")
-        likely = set(map(tuple, best.beams(loaded, [text], [0]).tokens(0)))
+        likely = set(map(tuple, best.beams(loaded, Batch.alone(text)).tokens(0)))
         draws = [best.with_design(design) for design in chosen]
         records = [comparison_record(draw, loaded, text, reference, likely) for draw in draws]
         if wants_json(json_lines):
@@ -250,16 +148,17 @@ def demo(
         if number > len(sentences):
             raise ValueError(f"number is {number}; it must be from 1 to {len(sentences)}")
         text, reference = sentences[number - 1]
-        loaded = load_quietly("en-fr", None, None, False)
+        batch = Batch.alone(text, reference)
+        loaded = ModelChoice("en-fr").load()
         console = Console(highlight=False)
         for name in (DEFAULT_DESIGN, "conditional-poisson"):
             draw = draw_with(loaded, k, design_named(name), temperature, None, None, seed)
-            beams = draw.beams(loaded, [text], [0], joint=draw.needs_joint, entropy=True)
+            beams = draw.beams(loaded, batch, joint=draw.needs_joint, entropy=True)
             if name == DEFAULT_DESIGN:
                 count = f"{k} different translations" if k > 1 else "One translation"
                 console.print(f"{count}, drawn by {name}. BLEU is against")
                 console.print(f"[italic]{reference}[/]\n")
-                record = sample_records(beams, loaded, [text], [0], [reference])[0]
+                record = sample_records(beams, loaded, batch)[0]
                 console.print(tables.beam_table(record))
                 console.print("Expectations over all translations that the model can make:")
             origin = "" if name == DEFAULT_DESIGN else ", the paper's design"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import tee
-from typing import TypeVar, Unpack
+from typing import Unpack
 
 from cpsbs.cli.inputs import check_utf8
 from cpsbs.cli.ordered import Record
+from cpsbs.cli.source import Batch
 from cpsbs.designs import DEFAULT_DESIGN, ConditionalPoissonDesign, Design, design_named
 from cpsbs.estimation.estimate import estimate
 from cpsbs.estimation.functions import Entropy
@@ -18,12 +19,7 @@ from cpsbs.extras import silence_transformers
 from cpsbs.search.beams import Beams
 from cpsbs.search.more import DEFAULT_MOST, Progress, refuse_replacement
 from cpsbs.search.settings import SearchOptions, SearchSettings
-from cpsbs.text import Prompt, TextModel, load
-
-T = TypeVar("T")
-
-Texts = Mapping[int, T] | Sequence[T]
-"""Texts, or what belongs to them, by their numbers."""
+from cpsbs.text import TextModel, load, outline
 
 
 @dataclass(frozen=True)
@@ -47,55 +43,48 @@ class Draw:
     settings: SearchSettings
     seed: int
 
-    def beams(
-        self,
-        model: TextModel,
-        texts: Texts[Prompt],
-        numbers: list[int],
-        **keep: Unpack[SearchOptions],
-    ) -> Beams:
-        """Draw a beam for each text with one of these numbers.
+    def beams(self, model: TextModel, batch: Batch, **keep: Unpack[SearchOptions]) -> Beams:
+        """Draw a beam for each text of a batch.
 
         Every text has a random stream of its own, which its number selects.
         """
-        return next(self.beams_each(model, texts, [numbers], **keep))
+        return next(self.beams_each(model, [batch], **keep))
 
     def beams_each(
-        self,
-        model: TextModel,
-        texts: Texts[Prompt],
-        batches: Iterable[list[int]],
-        **keep: Unpack[SearchOptions],
+        self, model: TextModel, batches: Iterable[Batch], **keep: Unpack[SearchOptions]
     ) -> Iterator[Beams]:
-        """Draw the beams of one batch of numbers after another, as ``beams`` does for one."""
-        numbers, again = tee(batches)
-        prompts = ([texts[i] for i in batch] for batch in numbers)
-        return model.draw(prompts, replace(self.settings, **keep), seed=self.seed, streams=again)
+        """Draw the beams of one batch after another, as ``beams`` does for one."""
+        prompts, numbers = tee(batches)
+        return model.draw(
+            (batch.prompts for batch in prompts),
+            replace(self.settings, **keep),
+            seed=self.seed,
+            streams=(batch.numbers for batch in numbers),
+        )
 
     def beams_until(
         self,
         model: TextModel,
-        texts: Texts[Prompt],
-        batches: Iterable[list[int]],
+        batches: Iterable[Batch],
         target: Target | None,
         progress: Progress,
         **keep: Unpack[SearchOptions],
     ) -> Iterator[Beams]:
-        """Draw round after round for one batch of numbers after another; once without a target."""
+        """Draw round after round for one batch after another; once without a target."""
         if target is None:
-            yield from self.beams_each(model, texts, batches, **keep)
+            yield from self.beams_each(model, batches, **keep)
             return
         drawn = replace(self.settings, **keep)
-        for numbers in batches:
+        for batch in batches:
             yield model.until(
-                [texts[i] for i in numbers],
+                batch.prompts,
                 target.mass,
                 drawn.k,
                 drawn.design,
                 most=target.most,
                 max_length=drawn.max_length,
                 seed=self.seed,
-                streams=numbers,
+                streams=batch.numbers,
                 progress=progress,
                 temperature=drawn.temperature,
                 nucleus=drawn.nucleus,
@@ -160,41 +149,45 @@ def chosen_design(name: str, anneal: float | None) -> Design:
     return ConditionalPoissonDesign(anneal=anneal)
 
 
-def load_quietly(
-    name: str,
-    device: str | None,
-    dtype: str | None,
-    trust_remote_code: bool,
-    gguf_file: str | None = None,
-    int8: bool = False,
-) -> TextModel:
-    """Load a model without the progress bars and warnings of transformers."""
-    check_utf8(name, "--model")
-    silence_transformers()
-    return load(
-        name,
-        device=device,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        gguf_file=gguf_file,
-        quantize="int8" if int8 else None,
-    )
+@dataclass(frozen=True)
+class ModelChoice:
+    """The options that name a model: small enough to be sent to where it is loaded."""
+
+    name: str
+    device: str | None = None
+    dtype: str | None = None
+    trust_remote_code: bool = False
+    gguf_file: str | None = None
+    int8: bool = False
+
+    def load(self) -> TextModel:
+        """Load the model without the progress bars and warnings of transformers."""
+        check_utf8(self.name, "--model")
+        silence_transformers()
+        return load(
+            self.name,
+            device=self.device,
+            dtype=self.dtype,
+            trust_remote_code=self.trust_remote_code,
+            gguf_file=self.gguf_file,
+            quantize="int8" if self.int8 else None,
+        )
+
+    def outline(self) -> TextModel:
+        """Return the model without its weights, which tells what texts it can take."""
+        check_utf8(self.name, "--model")
+        silence_transformers()
+        return outline(self.name, self.trust_remote_code, self.gguf_file)
 
 
-def sample_records(
-    beams: Beams,
-    model: TextModel,
-    texts: Texts[str],
-    numbers: list[int],
-    references: Texts[str] | None,
-) -> list[Record]:
-    """Return a record for each of the texts with these numbers: the sequences drawn for it."""
+def sample_records(beams: Beams, model: TextModel, batch: Batch) -> list[Record]:
+    """Return a record for each text of a batch: the sequences drawn for it."""
     records = []
-    entries = zip(numbers, model.texts(beams), beams.to_dict()["sources"], strict=True)
-    for i, drawn, entry in entries:
-        record = {"number": i, "text": texts[i], "texts": drawn}
-        if references is not None:
-            record["bleu"] = [sentence_bleu(y, references[i]) for y in drawn]
+    entries = zip(model.texts(beams), beams.to_dict()["sources"], strict=True)
+    for i, (drawn, entry) in enumerate(entries):
+        record = {"number": batch.numbers[i], "text": batch.texts[i], "texts": drawn}
+        if batch.references is not None:
+            record["bleu"] = [sentence_bleu(y, batch.references[i]) for y in drawn]
         records.append(record | entry | {"settings": dict(beams.settings)})
     return records
 
@@ -217,7 +210,7 @@ def comparison_record(
         reference: a reference translation to compute BLEU with, if there is one.
         likely: the sequences that beam search finds.
     """
-    beams = draw.beams(model, [text], [0], joint=draw.needs_joint, entropy=True)
+    beams = draw.beams(model, Batch.alone(text), joint=draw.needs_joint, entropy=True)
     texts = model.texts(beams)[0]
     entry = beams.to_dict()["sources"][0]
     record: Record = {"design": beams.design, "text": text, "texts": texts, **entry}

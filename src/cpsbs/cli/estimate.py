@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
 
 from cpsbs.cli.batches import default_batch_size
-from cpsbs.cli.draws import check_draw, chosen_design, draw_with, load_quietly
+from cpsbs.cli.draws import Draw, ModelChoice, check_draw, chosen_design, draw_with
+from cpsbs.cli.engines import chosen_engine
 from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import (
     DRAW,
     MOST,
+    Address,
     Anneal,
     BatchSize,
     Chat,
+    Cores,
     DesignName,
     Device,
     Dtype,
+    EngineName,
     Estimator,
     File,
     Function,
@@ -38,10 +44,12 @@ from cpsbs.cli.options import (
     Skip,
     Temperature,
     Texts,
+    Where,
+    Workers,
 )
 from cpsbs.cli.ordered import Record
 from cpsbs.cli.running import Job, printer, reporting_errors
-from cpsbs.cli.source import Source
+from cpsbs.cli.source import Batch, Source
 from cpsbs.cli.terminal import visible
 from cpsbs.designs import DEFAULT_DESIGN, DESIGNS, Design
 from cpsbs.estimation.estimate import estimate
@@ -49,9 +57,68 @@ from cpsbs.estimation.functions import Bleu, Entropy, Length
 from cpsbs.estimation.inclusion import hindsight_inclusion
 from cpsbs.estimation.result import Estimate
 from cpsbs.randomness import split_seed
+from cpsbs.search.more import Progress
+from cpsbs.text import TextModel
 
 TOGETHER = 1024
 """The number of records that are turned into tensors together."""
+
+
+@dataclass(frozen=True)
+class EstimateWork:
+    """Estimates the expectation of a function for each text."""
+
+    draw: Draw
+    function: Function
+    estimator: Estimator
+    runs: int
+    """The number of runs of hindsight importance sampling."""
+    repeats: int
+    """The number of independent beams per text."""
+    plain: bool
+    """Whether the entropy is not Rao–Blackwellised."""
+    batch_size: int | None
+    """The number of texts to compute at once in hindsight; None for what there is room for."""
+
+    def records(
+        self, model: TextModel, batches: Iterable[Batch], progress: Progress
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order."""
+        return (self._estimates(model, batch) for batch in batches)
+
+    def _estimates(self, model: TextModel, batch: Batch) -> list[Record]:
+        draw, in_hindsight = self.draw, self.estimator.startswith("hindsight")
+        joint = draw.needs_joint and self.repeats == 1 and not in_hindsight
+        entropy = self.function is Function.entropy and not self.plain
+        several = [
+            draw.repeated(r).beams(model, batch, joint=joint, entropy=entropy)
+            for r in range(self.repeats)
+        ]
+        inclusion = None
+        if in_hindsight:
+            k, max_length = draw.settings.k, draw.settings.max_length
+            # Every batch has a random stream of its own, apart from those of the texts.
+            stream = split_seed(draw.seed, [-1 - batch.numbers[0]], model.model.device)[0]
+            inclusion = hindsight_inclusion(
+                model.repeated(batch.prompts),
+                several[0],
+                self.runs,
+                draw.settings.design,
+                generator=stream,
+                batch_size=self.batch_size or default_batch_size(model, k, max_length),
+            )
+        result = estimate(
+            several if self.repeats > 1 else several[0],
+            _function(self.function, self.plain, batch.references or []),
+            normalize=self.estimator.endswith("normalized"),
+            log_inclusion=inclusion,
+            decode=model.decode,
+        )
+        with_runs = {"runs": self.runs} if in_hindsight else {}
+        return [
+            {"number": i, "text": text, **entry, **with_runs}
+            for i, text, entry in zip(batch.numbers, batch.texts, result.to_dicts(), strict=True)
+        ]
 
 
 def estimate_command(
@@ -110,6 +177,10 @@ def estimate_command(
     int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
+    engine: Where = EngineName.local,
+    address: Address = None,
+    workers: Workers = None,
+    cores: Cores = None,
     output: Output = None,
     mean: Mean = False,
     json_lines: Json = False,
@@ -128,68 +199,35 @@ def estimate_command(
         in_hindsight = estimator.startswith("hindsight")
         with_references = source.references is not None
         _check_estimate(function, with_references, chosen, in_hindsight, repeats, plain)
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
-        draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
-        size = batch_size or default_batch_size(loaded, k, draw.settings.max_length)
-
-        def estimates(numbers: list[int]) -> list[Record]:
-            joint = draw.needs_joint and repeats == 1 and not in_hindsight
-            entropy = function is Function.entropy and not plain
-            prompts, references = source.prompts, source.references
-            several = [
-                draw.repeated(r).beams(loaded, prompts, numbers, joint=joint, entropy=entropy)
-                for r in range(repeats)
-            ]
-            inclusion = None
-            if in_hindsight:
-                # Every batch has a random stream of its own, apart from those of the texts.
-                stream = split_seed(seed, [-1 - numbers[0]], loaded.model.device)[0]
-                inclusion = hindsight_inclusion(
-                    loaded.repeated([prompts[i] for i in numbers]),
-                    several[0],
-                    runs,
-                    draw.settings.design,
-                    generator=stream,
-                    batch_size=size,
-                )
-            result = estimate(
-                several if repeats > 1 else several[0],
-                _function(function, plain, [references[i] for i in numbers] if references else []),
-                normalize=estimator.endswith("normalized"),
-                log_inclusion=inclusion,
-                decode=loaded.decode,
-            )
-            with_runs = {"runs": runs} if in_hindsight else {}
-            return [
-                {"number": i, "text": source.texts[i], **entry, **with_runs}
-                for i, entry in zip(numbers, result.to_dicts(), strict=True)
-            ]
-
-        def line(record: Record) -> str:
-            return visible(f"{record['number'] + 1}: {record['line']}")
-
         settings: Record = {"command": "estimate", "function": function, "estimator": estimator}
         settings |= {"runs": runs, "repeats": repeats, "plain": plain, "chat": chat}
         collected = _Collected()
+
+        def line(record: Record) -> str:
+            return visible(f"{record['number'] + 1}: {record['line']}")
 
         def print_mean() -> None:
             record = collected.estimate().mean().to_dicts()[0]
             printer(json_lines, lambda shown: visible(shown["line"]))(record)
 
-        Job(
-            draw,
-            loaded,
-            source,
-            partial(map, estimates),
-            continuous_batching=False,
-            batch_size=size,
-            output=output,
-            show=(lambda _: None) if mean else printer(json_lines, line),
-            settings=settings,
-            captured=lambda record: float(record["captured"]),
-            seen=collected.add if mean else None,
-            then=print_mean if mean else None,
-        ).run()
+        choice = ModelChoice(model, device, dtype, trust_remote_code, gguf, int8)
+        with closing(chosen_engine(choice, engine, address, workers, cores)) as computing:
+            loaded = computing.model
+            draw = draw_with(loaded, k, chosen, temperature, nucleus, max_length, seed)
+            Job(
+                draw,
+                computing,
+                EstimateWork(draw, function, estimator, runs, repeats, plain, batch_size),
+                source,
+                continuous_batching=False,
+                batch_size=batch_size,
+                output=output,
+                show=(lambda _: None) if mean else printer(json_lines, line),
+                settings=settings,
+                captured=lambda record: float(record["captured"]),
+                seen=collected.add if mean else None,
+                then=print_mean if mean else None,
+            ).run()
 
 
 class _Collected:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from cpsbs.cli.draws import check_draw, load_quietly
+from cpsbs.cli.draws import ModelChoice, check_draw
 from cpsbs.cli.inputs import check_utf8, read_prompt
 from cpsbs.cli.options import (
     DRAW,
@@ -160,7 +160,7 @@ def explore_command(
         elif html.is_dir():
             raise ValueError(f"--html is {html}, which is a folder; name a file in it")
         page.html({"mode": "file", "documents": []})  # an error now if the page is not built
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf)
+        loaded = ModelChoice(model, device, dtype, trust_remote_code, gguf).load()
         explorer = Explorer(loaded, partial(_prompt, chat=chat))
         length = max_length or loaded.usual_length
 

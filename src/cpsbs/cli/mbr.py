@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +13,6 @@ import torch
 import typer
 from rich.console import Console
 
-from cpsbs.cli.batches import default_batch_size
 from cpsbs.cli.compression import ending
 from cpsbs.cli.decided import (
     CorpusScores,
@@ -19,17 +20,21 @@ from cpsbs.cli.decided import (
     decision_table,
     exported_choice,
 )
-from cpsbs.cli.draws import Draw, check_draw, load_quietly
+from cpsbs.cli.draws import Draw, ModelChoice, check_draw
+from cpsbs.cli.engines import chosen_engine
 from cpsbs.cli.formats import PlainTexts, one_line
 from cpsbs.cli.inputs import read_references, read_texts
 from cpsbs.cli.options import (
     DRAW,
     MOST,
     RESULT,
+    Address,
     BatchSize,
     Chat,
+    Cores,
     Device,
     Dtype,
+    EngineName,
     File,
     Gguf,
     Int8,
@@ -44,10 +49,12 @@ from cpsbs.cli.options import (
     Skip,
     Temperature,
     Texts,
+    Where,
+    Workers,
 )
 from cpsbs.cli.ordered import Record
 from cpsbs.cli.running import Job, print_json, printer, reporting_errors, wants_json
-from cpsbs.cli.source import Source
+from cpsbs.cli.source import Batch, Source
 from cpsbs.cli.terminal import visible
 from cpsbs.decisions.mbr import DEFAULT_ROUNDS
 from cpsbs.decisions.mbrs import Choice, write_mbrs
@@ -61,7 +68,61 @@ from cpsbs.decisions.plan import (
 from cpsbs.decisions.utilities import Utility, as_utility
 from cpsbs.designs import DEFAULT_DESIGN
 from cpsbs.search.beams import Beams
+from cpsbs.search.more import Progress
 from cpsbs.search.settings import SearchSettings
+from cpsbs.text import TextModel
+
+
+@dataclass(frozen=True)
+class MbrWork:
+    """Decides for each text."""
+
+    draw: Draw
+    """How the evidence is drawn."""
+    plan: Plan
+    utility: str
+    settings: Record
+    """What is told of a decision besides how the evidence was drawn."""
+    with_evidence: bool
+    """Whether to list the evidence."""
+
+    def records(
+        self, model: TextModel, batches: Iterable[Batch], progress: Progress
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order."""
+        plan, settings, seed = self.plan, self.draw.settings, self.draw.seed
+        every, *copies = tee(batches, 1 + len(plan.searches))
+        searches = [
+            Draw(settings if part is None else part.settings(settings), seed + offset)
+            for offset, part in plan.searches
+        ]
+        beams_each = [
+            draw.beams_each(model, copy) for draw, copy in zip(searches, copies, strict=True)
+        ]
+        for batch, *drawn in zip(every, *beams_each, strict=True):
+            yield self._decided(model, batch, drawn)
+
+    def _decided(self, model: TextModel, batch: Batch, drawn: list[Beams]) -> list[Record]:
+        prompts = dict(zip(batch.numbers, batch.prompts, strict=True))
+
+        def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
+            some = Batch(numbers, [], [prompts[i] for i in numbers])
+            return Draw(settings, self.draw.seed + seed_offset).beams(model, some)
+
+        decisions = self.plan.decide(
+            drawn,
+            batch.numbers,
+            again,
+            self.draw.settings,
+            as_utility(self.utility),
+            model.decode,
+        )
+        told = {**drawn[0].settings, **self.settings}
+        entries = decision_records(decisions, self.with_evidence)
+        return [
+            {"number": i, "text": text, **entry, "settings": told}
+            for i, text, entry in zip(batch.numbers, batch.texts, entries, strict=True)
+        ]
 
 
 def mbr_command(
@@ -144,6 +205,10 @@ def mbr_command(
     int8: Int8 = False,
     trust_remote_code: RemoteCode = False,
     batch_size: BatchSize = None,
+    engine: Where = EngineName.local,
+    address: Address = None,
+    workers: Workers = None,
+    cores: Cores = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -194,36 +259,11 @@ def mbr_command(
         references = read_references(reference, reference_file, found)
         scores = None if references is None else CorpusScores()
         source = Source(found, references, chat, skip, decisive=False)
-        loaded = load_quietly(model, device, dtype, trust_remote_code, gguf, int8)
-        settings = plan.evidence_settings(max_length or loaded.usual_length, temperature, nucleus)
         own: Record = {"candidates": candidates, "utility": chosen.name}
         own |= {} if confidence is None else {"confidence": confidence, "rounds": most}
         own |= {"weights": PROBABILITY} if p_weighted else {}
         # A file to resume must list the evidence too.
         listed: Record = {} if export_mbrs is None else {"export_mbrs": True}
-
-        def again(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
-            return Draw(settings, seed + seed_offset).beams(loaded, source.prompts, numbers)
-
-        def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
-            every, *copies = tee(batches, 1 + len(plan.searches))
-            searches = [
-                Draw(settings if part is None else part.settings(settings), seed + offset)
-                for offset, part in plan.searches
-            ]
-            beams_each = [
-                draw.beams_each(loaded, source.prompts, copy)
-                for draw, copy in zip(searches, copies, strict=True)
-            ]
-            for numbers, *drawn in zip(every, *beams_each, strict=True):
-                decisions = plan.decide(drawn, numbers, again, settings, chosen, loaded.decode)
-                told = {**drawn[0].settings, **own}
-                yield [
-                    {"number": i, "text": source.texts[i], **entry, "settings": told}
-                    for i, entry in zip(
-                        numbers, decision_records(decisions, export_mbrs is not None), strict=True
-                    )
-                ]
 
         exported: list[tuple[str, Choice]] = []
 
@@ -255,22 +295,26 @@ def mbr_command(
             score()
             export()
 
-        largest = max([k, *(part.size for part in plan.parts)])
-        Job(
-            Draw(settings, seed),
-            loaded,
-            source,
-            compute,
-            continuous_batching=confidence is None,
-            batch_size=batch_size or default_batch_size(loaded, largest, settings.max_length),
-            output=output,
-            show=printer(json_lines, decision_table),
-            settings={"command": "mbr", "chat": chat, **own, **listed},
-            captured=lambda record: record["captured"],
-            plain=PlainTexts("chosen", lambda: source.count),
-            seen=None if scores is None and export_mbrs is None else collect,
-            then=finish,
-        ).run()
+        choice = ModelChoice(model, device, dtype, trust_remote_code, gguf, int8)
+        with closing(chosen_engine(choice, engine, address, workers, cores)) as computing:
+            length = max_length or computing.model.usual_length
+            draw = Draw(plan.evidence_settings(length, temperature, nucleus), seed)
+            Job(
+                draw,
+                computing,
+                MbrWork(draw, plan, utility, own, export_mbrs is not None),
+                source,
+                continuous_batching=confidence is None,
+                batch_size=batch_size,
+                output=output,
+                show=printer(json_lines, decision_table),
+                settings={"command": "mbr", "chat": chat, **own, **listed},
+                captured=lambda record: record["captured"],
+                plain=PlainTexts("chosen", lambda: source.count),
+                largest=max([k, *(part.size for part in plan.parts)]),
+                seen=None if scores is None and export_mbrs is None else collect,
+                then=finish,
+            ).run()
 
 
 def _check_options(confidence: float | None, rounds: int | None, output: Path | None) -> None:

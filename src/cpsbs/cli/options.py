@@ -13,6 +13,7 @@ MOST = 1_000_000
 for, and few enough that products of them fit into 64 bits."""
 
 INPUT, MODEL, DRAW, RESULT = "Input", "Model", "Draw", "Result"
+WHERE = "Where it runs"
 
 Texts = Annotated[
     list[str] | None,
@@ -178,6 +179,54 @@ BatchSize = Annotated[
         max=MOST,
         help="Number of texts to decode at once. Default: 320 / K, on a GPU 5120 / K or what fits.",
         rich_help_panel=MODEL,
+    ),
+]
+
+
+class EngineName(StrEnum):
+    """The ways to compute many things at once."""
+
+    local = "local"
+    ray = "ray"
+
+
+Where = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine",
+        help="Compute on this machine, or on a Ray cluster. Results are the same.",
+        rich_help_panel=WHERE,
+    ),
+]
+Address = Annotated[
+    str | None,
+    typer.Option(
+        "--address",
+        help="Address of a Ray cluster; auto on one of its nodes. Default: start one on this "
+        "machine.",
+        rich_help_panel=WHERE,
+    ),
+]
+Workers = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        max=MOST,
+        help="Number of workers on the cluster, each with a copy of the model. Default: one per "
+        "GPU, or without GPUs as many as there are cores.",
+        rich_help_panel=WHERE,
+    ),
+]
+Cores = Annotated[
+    int | None,
+    typer.Option(
+        "--cores",
+        min=1,
+        max=MOST,
+        help="Number of cores of each worker; another number can change the last digits of "
+        "results. Default: 1.",
+        rich_help_panel=WHERE,
     ),
 ]
 Output = Annotated[

@@ -5,25 +5,27 @@ Only running the command imports ``cpsbs.experiments``; other commands start wit
 
 from __future__ import annotations
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cpsbs.cli.options import INPUT, RESULT, Device, Dtype, Gguf, ModelName, RemoteCode
+from cpsbs.cli.options import (
+    INPUT,
+    RESULT,
+    WHERE,
+    Address,
+    Device,
+    Dtype,
+    EngineName,
+    Gguf,
+    ModelName,
+    RemoteCode,
+    Where,
+)
 from cpsbs.cli.running import reporting_errors
 
-WHERE = "Where it runs"
-
 NAMES = "bleu, bleu-unnormalized, truncation, entropy, rmse, diversity, runtime, hindsight"
-
-
-class Engine(StrEnum):
-    """The ways to compute many cells at once."""
-
-    local = "local"
-    ray = "ray"
 
 
 def reproduce(
@@ -102,19 +104,8 @@ def reproduce(
     dtype: Dtype = None,
     gguf: Gguf = None,
     trust_remote_code: RemoteCode = False,
-    engine: Annotated[
-        Engine,
-        typer.Option(
-            help="Compute in processes of this machine, or on a Ray cluster.",
-            rich_help_panel=WHERE,
-        ),
-    ] = Engine.local,
-    address: Annotated[
-        str | None,
-        typer.Option(
-            help="Address of a Ray cluster. Default: start a local one.", rich_help_panel=WHERE
-        ),
-    ] = None,
+    engine: Where = EngineName.local,
+    address: Address = None,
     workers: Annotated[
         int | None,
         typer.Option(

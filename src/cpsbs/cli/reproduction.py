@@ -7,7 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -15,17 +15,17 @@ from rich.console import Console
 
 from cpsbs.cli.batches import progress_bar
 from cpsbs.cli.inputs import read_lines
-from cpsbs.cli.reproduce import Engine
+from cpsbs.cli.options import EngineName
 from cpsbs.cli.terminal import visible
 from cpsbs.experiments.cells import Cell, look_up
 from cpsbs.experiments.claims import Claim, claims
 from cpsbs.experiments.compute import Subjects, Worker
-from cpsbs.experiments.engines import LocalPool, Pool, RayPool
 from cpsbs.experiments.plan import CPU, EXPERIMENTS, FULL, QUICK, Scale, Subject, plan
 from cpsbs.experiments.report import QUICK_RUN, write_report
 from cpsbs.experiments.running import fill, seconds_needed, subject_of
 from cpsbs.experiments.store import Store
 from cpsbs.extras import required
+from cpsbs.workers import Pool, ProcessPool, RayPool
 
 WORKERS_ON_A_GPU = 4
 
@@ -48,7 +48,7 @@ class Reproduction:
     dtype: str | None
     gguf_file: str | None
     trust_remote_code: bool
-    engine: Engine
+    engine: EngineName
     address: str | None
     workers: int | None
 
@@ -218,10 +218,11 @@ class Reproduction:
     def _pool(self, timed: bool) -> Pool:
         """Return workers; time is measured on this machine, whose name stands in the results."""
         threads = self._threads(timed)
-        if self.engine is Engine.local or timed:
-            return LocalPool(self._subjects, threads)
+        make = partial(Worker, self._subjects, threads)
+        if self.engine is EngineName.local or timed:
+            return ProcessPool(make)
         gpus = 1 / self._workers if self._device.startswith("cuda") else 0.0
-        return RayPool(self._subjects, threads, gpus, self.address)
+        return RayPool(make, threads, gpus, self.address)
 
 
 def _numbers(lines: str) -> tuple[int, ...]:

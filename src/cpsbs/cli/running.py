@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
 import typer
 from rich.console import Console
 
 from cpsbs import __version__
-from cpsbs.cli.batches import ComputeBatches, Note, process_batches, refill_size
+from cpsbs.cli.batches import Note, process_batches, refill_size
 from cpsbs.cli.draws import Draw
+from cpsbs.cli.engines import Engine, Place, Work
 from cpsbs.cli.formats import Format, long_rows
 from cpsbs.cli.ordered import OrderedOutput, Record, Sink
 from cpsbs.cli.outputs import ResumableFile, of_total
@@ -25,8 +28,6 @@ from cpsbs.cli.source import Source, Window
 from cpsbs.cli.stored import to_line
 from cpsbs.cli.terminal import print_message, visible, visible_json
 from cpsbs.estimation.weights import WeightWarning
-from cpsbs.fingerprint import model_fingerprint
-from cpsbs.text import TextModel
 from cpsbs.windows import WINDOW, first_window
 
 EPILOG = (
@@ -99,18 +100,22 @@ def _reporting_warnings() -> Iterator[None]:
         yield
 
 
+Process = Callable[..., None]
+"""Takes a sink and windows, and computes what the sink does not have; see ``Job``."""
+
+
 @dataclass(frozen=True)
 class Job:
     """The work of one command on many texts, and where its results go."""
 
     draw: Draw
-    model: TextModel
+    engine: Engine
+    work: Work
     source: Source
-    compute: ComputeBatches
-    """Computes the records of batches of texts."""
     continuous_batching: bool
     """Whether texts of later batches can join the search while earlier ones go on."""
-    batch_size: int
+    batch_size: int | None
+    """The number of texts to compute at once; None for what the engine has room for."""
     output: Path | None
     show: Callable[[Record], None]
     settings: Record
@@ -121,45 +126,55 @@ class Job:
     """Whether a file has a row for each sequence, instead of one for each text."""
     plain: Format | None = None
     """The format of a file that ends in ``.txt``, if it is not JSON lines."""
-    note: Note | None = None
-    """What to show beside the progress of a batch, if it takes long."""
+    rounds: bool = False
+    """Whether a batch takes several rounds, so that progress is shown even for a single one."""
+    largest: int | None = None
+    """The largest number of sequences for a text, if it is not K."""
     seen: Callable[[Record], None] | None = None
     """Called with every record, in the order of the input, also those of an earlier run."""
     then: Callable[[], None] | None = None
     """Called when all results are there, before skipped lines are reported."""
 
-    def identity(self) -> Record:
+    def identity(self, place: Place, batch_size: int) -> Record:
         """Return what the results depend on besides the input, to the last digit on one machine."""
         return {
             **self.draw.settings.as_record(),
             "seed": self.draw.seed,
-            "model": self.model.name,
-            "model_content": model_fingerprint(self.model.name, self.model.model.config),
-            "dtype": self.model.quantize or str(self.model.model.dtype),
-            "device": self.model.model.device.type,
-            "batch_size": self.batch_size,
+            "model": self.engine.model.name,
+            "model_content": place.content,
+            "dtype": place.dtype,
+            "device": place.device,
+            "batch_size": batch_size,
             "version": __version__,
             **self.settings,
         }
 
     def run(self) -> None:
         """Compute the results that are not there yet, for all texts that can be used."""
-        first_size = first_window(self.batch_size, self.model.model.device)
-        most = WINDOW * self.batch_size
-        read = self.source.windows(self.model, self.draw.settings.max_length, first_size, most)
+        settings = self.draw.settings
+        place = self.engine.prepare(self.largest or settings.k, settings.max_length)
+        size = self.batch_size or place.batch_size
+        first_size = first_window(size, torch.device(place.device))
+        read = self.source.windows(
+            self.engine.model, settings.max_length, first_size, WINDOW * size
+        )
         # The first window is read before a file is begun, which a bad text in it would prevent.
         windows = chain([first] if (first := next(read, None)) else [], read)
+        # Only texts that somebody has typed are all there is: a resumed file has the same digits.
+        alone = self.source.given is not None and self.source.given <= first_size
+        refill = refill_size(size) if self.continuous_batching and place.device == "cuda" else size
+        process = partial(self._process, size, refill, alone)
         if self.output is None:
-            self._print(windows)
+            self._print(windows, process)
         else:
-            self._store(self.output, windows)
+            self._store(self.output, self.identity(place, size), windows, process)
         if self.then is not None:
             self.then()
         skipped = self.source.skipped_lines()
         if skipped is not None:
             raise LinesSkippedError(skipped)
 
-    def _print(self, windows: Iterator[Window]) -> None:
+    def _print(self, windows: Iterator[Window], process: Process) -> None:
         def show(record: Record) -> None:
             if self.seen is not None:
                 self.seen(record)
@@ -167,9 +182,11 @@ class Job:
 
         # Closing it shows the results so far, also when the run is interrupted.
         with closing(OrderedOutput(show)) as ordered:
-            self._process(ordered, windows)
+            process(ordered, windows)
 
-    def _store(self, output: Path, windows: Iterator[Window]) -> None:
+    def _store(
+        self, output: Path, identity: Record, windows: Iterator[Window], process: Process
+    ) -> None:
         messages = Console(stderr=True, soft_wrap=True, highlight=False, markup=False, emoji=False)
         in_order = None if self.seen is None else OrderedOutput(self.seen)
 
@@ -181,7 +198,7 @@ class Job:
 
         sink = ResumableFile(
             output,
-            self.identity(),
+            identity,
             self.long,
             self.plain,
             None if in_order is None else lambda record: in_order.write([record]),
@@ -197,7 +214,7 @@ class Job:
                 sink.check(self._released(followed()))
                 messages.print(visible(f"{output} is already complete."))
             else:
-                self._process(sink, followed(), resuming)
+                process(sink, followed(), resuming)
                 messages.print(visible(f"Wrote {sink.count:,} results to {output}."))
 
     def _released(self, windows: Iterator[Window]) -> Iterator[Window]:
@@ -207,23 +224,41 @@ class Job:
             self.source.release(window)
 
     def _process(
-        self, sink: Sink, windows: Iterator[Window], resuming: Callable[[], None] = lambda: None
+        self,
+        size: int,
+        refill: int,
+        alone: bool,
+        sink: Sink,
+        windows: Iterator[Window],
+        resuming: Callable[[], None] = lambda: None,
     ) -> None:
-        size = self.batch_size
-        joins = self.continuous_batching and self.model.model.device.type == "cuda"
-        total = self.source.total
-        many = self.note is not None or total is None or total > size
+        """Compute all batches that are not complete in the sink yet.
+
+        Args:
+            size: the number of texts to compute at once.
+            refill: the number of texts that join a running search.
+            alone: whether there is only one batch, and somebody waits for it.
+            sink: where the results go.
+            windows: the texts.
+            resuming: called once before the first batch is computed.
+        """
+        note, total = Note(), self.source.total
+
+        def compute(batches: Iterable[list[int]]) -> Iterator[list[Record]]:
+            return self.engine.compute(self.work, map(self.source.batch, batches), note, alone)
+
+        many = self.rounds or total is None or total > size
         process_batches(
-            self.compute,
+            compute,
             windows,
             self.source,
             size,
-            refill_size(size) if joins else size,
+            refill,
             sink,
             # A progress bar would garble results on the same terminal.
             many and (self.output is not None or not sys.stdout.isatty()),
             self.captured,
-            self.note or Note(),
+            note,
             resuming,
         )
         sink.finish()

@@ -31,6 +31,23 @@ class Window:
     """A hash of all texts and references of the input up to the end of the window."""
 
 
+@dataclass(frozen=True)
+class Batch:
+    """Texts that are computed together; it holds all that a worker elsewhere needs to know."""
+
+    numbers: list[int]
+    """The numbers of the texts, which select their random streams."""
+    texts: list[str]
+    prompts: list[Prompt]
+    """What the texts stand for."""
+    references: list[str] | None = None
+
+    @staticmethod
+    def alone(text: str, reference: str | None = None) -> Batch:
+        """Return a batch of one text."""
+        return Batch([0], [text], [text], None if reference is None else [reference])
+
+
 class Source:
     """The texts of a command, with what they stand for and their references, by their numbers.
 
@@ -71,6 +88,11 @@ class Source:
         self._unreported: list[str] = []
 
     @property
+    def given(self) -> int | None:
+        """The number of texts, if they are arguments of the command."""
+        return None if self._lines.given is None else len(self._lines.given)
+
+    @property
     def total(self) -> int | None:
         """The number of texts, exactly or nearly, or None if it is not known."""
         return self._lines.total(self.count)
@@ -106,6 +128,15 @@ class Source:
             else:
                 self.release(window)
         self._check_ends()
+
+    def batch(self, numbers: list[int]) -> Batch:
+        """Return the texts with these numbers, which must be held."""
+        return Batch(
+            numbers,
+            [self.texts[i] for i in numbers],
+            [self.prompts[i] for i in numbers],
+            None if self.references is None else [self.references[i] for i in numbers],
+        )
 
     def release(self, window: Window) -> None:
         """Forget the texts of a window."""

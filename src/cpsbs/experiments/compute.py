@@ -50,6 +50,9 @@ class Subjects:
 class Worker:
     """Computes cells; it loads the model once, when a cell first needs it."""
 
+    facts = None
+    """Nothing that is known before the model is loaded."""
+
     def __init__(self, subjects: Subjects, threads: int | None = None) -> None:
         self.subjects = subjects
         silence_transformers()

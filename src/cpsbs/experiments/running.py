@@ -11,11 +11,12 @@ import torch
 
 from cpsbs.experiments.cells import Cell
 from cpsbs.experiments.compute import Subjects, Worker
-from cpsbs.experiments.engines import Pool, compute_cells
+from cpsbs.experiments.engines import compute_cells
 from cpsbs.experiments.plan import Subject
 from cpsbs.experiments.store import Store
 from cpsbs.fingerprint import model_fingerprint
 from cpsbs.loading import configuration, dtype_on
+from cpsbs.workers import Pool
 
 AS_STORED = "as stored"
 """The dtype of a model whose configuration does not state it; its fingerprint covers it."""

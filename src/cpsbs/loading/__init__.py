@@ -8,6 +8,14 @@ is refused, and ``loader`` loads what is left.
 
 from cpsbs.loading.checkpoint import EMBEDDED, embedded_models
 from cpsbs.loading.checks import limit
-from cpsbs.loading.loader import configuration, dtype_on, pretrained
+from cpsbs.loading.loader import configuration, dtype_on, outlined, pretrained
 
-__all__ = ["EMBEDDED", "configuration", "dtype_on", "embedded_models", "limit", "pretrained"]
+__all__ = [
+    "EMBEDDED",
+    "configuration",
+    "dtype_on",
+    "embedded_models",
+    "limit",
+    "outlined",
+    "pretrained",
+]

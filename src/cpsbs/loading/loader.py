@@ -35,20 +35,11 @@ def pretrained(
 ) -> tuple[Any, Any]:
     """Return a transformers model on its device, and its tokenizer (see ``cpsbs.load``)."""
     required("transformers", "transformers")
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
-
     place = _device(device)
     number = dtype_on(place, dtype)
     _check_quantize(quantize, place, number)
-    if gguf_file is not None:
-        for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF files
-            required(package, "gguf")
-    checkpoint = find(name, gguf_file)
-    config = _config(checkpoint, trust_remote_code)
-    check_weight_files(checkpoint, config)
-    check_tokenizer_files(checkpoint, config)
+    checkpoint, config, kind = _found(name, trust_remote_code, gguf_file)
     options = {**checkpoint.options, "trust_remote_code": trust_remote_code, "config": config}
-    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     described = checkpoint.settings_file
     problem = f"weights cannot be loaded into the model of {described}"
     with checkpoint.explaining(problem), _progress_bars(checkpoint):
@@ -63,18 +54,27 @@ def pretrained(
         )
     check_weights(checkpoint, model, loading)
     check_model(checkpoint, model)
-    with checkpoint.explaining("tokenizer cannot be loaded"), _progress_bars(checkpoint):
-        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.where, **options)
-        if checkpoint.gguf is not None:
-            _name_special_tokens(tokenizer, config)
-            if checkpoint.file("tokenizer.json") is None:  # it was made from the GGUF file
-                _drop_added_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
-    check_vocabulary(checkpoint, model, tokenizer)
+    tokenizer = _tokenizer(checkpoint, model, options)
     if quantize is not None:
         from cpsbs.models.transformers import int8
 
         int8.quantize(model)
     return model.to(place).eval(), tokenizer
+
+
+def outlined(
+    name: str | os.PathLike[str], trust_remote_code: bool, gguf_file: str | None = None
+) -> tuple[Any, Any]:
+    """Return a transformers model without weights, and its tokenizer (see ``cpsbs.text.outline``).
+
+    The model is on the device "meta": it has shapes and a configuration, and cannot compute.
+    """
+    required("transformers", "transformers")
+    checkpoint, config, kind = _found(name, trust_remote_code, gguf_file)
+    with checkpoint.explaining(f"{checkpoint.settings_file} cannot be used"), torch.device("meta"):
+        model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    options = {**checkpoint.options, "trust_remote_code": trust_remote_code, "config": config}
+    return model.eval(), _tokenizer(checkpoint, model, options)
 
 
 def configuration(
@@ -100,6 +100,37 @@ def _config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
         # For fingerprints; transformers noted it here itself in some releases, and no longer does.
         config._commit_hash = checkpoint.revision
     return config
+
+
+def _found(
+    name: str | os.PathLike[str], trust_remote_code: bool, gguf_file: str | None
+) -> tuple[Checkpoint, Any, Any]:
+    """Return a checkpoint whose files may be loaded, its configuration, and the class to use."""
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
+
+    if gguf_file is not None:
+        for package in ("gguf", "accelerate"):  # transformers needs both to read GGUF files
+            required(package, "gguf")
+    checkpoint = find(name, gguf_file)
+    config = _config(checkpoint, trust_remote_code)
+    check_weight_files(checkpoint, config)
+    check_tokenizer_files(checkpoint, config)
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return checkpoint, config, kind
+
+
+def _tokenizer(checkpoint: Checkpoint, model: Any, options: dict[str, Any]) -> Any:
+    """Return the tokenizer, if it belongs to the model."""
+    from transformers import AutoTokenizer
+
+    with checkpoint.explaining("tokenizer cannot be loaded"), _progress_bars(checkpoint):
+        tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint.where, **options)
+        if checkpoint.gguf is not None:
+            _name_special_tokens(tokenizer, options["config"])
+            if checkpoint.file("tokenizer.json") is None:  # it was made from the GGUF file
+                _drop_added_tokens(tokenizer, model.get_input_embeddings().weight.shape[0])
+    check_vocabulary(checkpoint, model, tokenizer)
+    return tokenizer
 
 
 def _dequantized(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -81,6 +81,8 @@ class _Workers:
 
     def _work(self, ready: threading.Barrier, each: int) -> None:
         torch.set_num_threads(each)
+        # A thread takes over the common setting when it first asks; so it asks before that changes.
+        torch.get_num_threads()
         ready.wait()
         with torch.no_grad():
             while self._go_on():

@@ -33,6 +33,7 @@ from cpsbs.search.beams import Hypotheses, StepResult, Trail
 from cpsbs.search.path import path_step
 from cpsbs.search.requests import Request
 from cpsbs.search.settings import SearchSettings
+from cpsbs.threads import check_wanted
 
 NOT_NUMBERS = (
     "the model's scores of the next token are NaN, inf, or all -inf after some prefix; each must "
@@ -52,6 +53,7 @@ def run(request: Request, settings: SearchSettings) -> None:
     for length in range(1, settings.max_length + 1):
         if request.cancelled:
             return
+        check_wanted()
         offered, selection, result = transition.selecting(beam, *rows.scores(beam), streams)
         beam, parent = rows.stopped(result), result.parent
         trail.append(slot, parent, beam.token, beam.traced(kept))

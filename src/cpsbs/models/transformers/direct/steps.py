@@ -10,6 +10,7 @@ and says so once in the log.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -71,6 +72,9 @@ class Prepared:
 PREPARED: WeakKeyDictionary[Any, Prepared] = WeakKeyDictionary()
 """The models that were asked for direct steps."""
 
+PREPARING = threading.Lock()
+"""Held while a model is prepared: threads that search it at once must all take the same steps."""
+
 
 @torch.no_grad()
 def begin(
@@ -90,6 +94,13 @@ def begin(
         rows: the most rows that a source gets in the first step.
         reference: returns the model's ordinary steps, which start from the same inputs.
     """
+    with PREPARING:
+        return _begin(model, inputs, rows, reference)
+
+
+def _begin(
+    model: Any, inputs: Mapping[str, Any], rows: int, reference: Callable[[], OrdinarySteps]
+) -> DirectSteps | None:
     state = WeightState.of(model)
     known = PREPARED.get(model)
     if known is None or known.state != state:

@@ -1,0 +1,282 @@
+"""Where a command computes: in this process, on the cores of this machine, or on a Ray cluster.
+
+A command's work is a value, such as ``SampleWork``, which turns batches of texts into records. An
+engine applies it: it decides who computes a batch, and nothing else. The batches, the random
+streams and, for models that fit on one core, the number of threads that a batch is computed with
+are the same everywhere, and so are the results, to the last digit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+
+from cpsbs.cli.batches import Note, default_batch_size
+from cpsbs.cli.draws import ModelChoice
+from cpsbs.cli.options import EngineName
+from cpsbs.cli.ordered import Record
+from cpsbs.cli.source import Batch
+from cpsbs.cli.terminal import print_message
+from cpsbs.fingerprint import model_fingerprint
+from cpsbs.search.more import Progress
+from cpsbs.search.parallel import threads_for
+from cpsbs.text import TextModel
+from cpsbs.threads import map_in_threads
+from cpsbs.workers import Crew, Failed, Pool, RayPool, in_order
+
+GPU_BATCHES = 8
+"""How many batches a worker with a GPU gets at once.
+
+Texts of later ones take the places of texts that have ended (continuous batching).
+"""
+
+AHEAD = 2
+"""How many tasks for each worker are begun before the first of them is done."""
+
+
+class Work(Protocol):
+    """What a command computes from its texts. It is small, and can be pickled."""
+
+    def records(
+        self, model: TextModel, batches: Iterable[Batch], progress: Progress
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order.
+
+        Args:
+            model: the model.
+            batches: the texts.
+            progress: takes the captured probability of the texts of a batch, if that takes long.
+        """
+
+
+@dataclass(frozen=True)
+class Place:
+    """What results depend on where they are computed."""
+
+    content: str
+    """The fingerprint of the model."""
+    dtype: str
+    device: str
+    """The type of the device."""
+    batch_size: int = field(compare=False)
+    """The default for the number of texts to compute at once."""
+
+    @staticmethod
+    def of(model: TextModel, k: int, max_length: int) -> Place:
+        """Return what results depend on where this model is.
+
+        Args:
+            model: the model, with its weights.
+            k: the largest number of sequences for a text.
+            max_length: the largest number of new tokens.
+        """
+        return Place(
+            model_fingerprint(model.name, model.model.config),
+            model.quantize or str(model.model.dtype),
+            model.model.device.type,
+            default_batch_size(model, k, max_length),
+        )
+
+
+class Engine(ABC):
+    """Computes the work of a command."""
+
+    model: TextModel
+    """The model, possibly without its weights: it tells which texts it can take."""
+
+    @abstractmethod
+    def prepare(self, k: int, max_length: int) -> Place:
+        """Get ready, and return what results depend on; the arguments are those of ``Place.of``."""
+
+    @abstractmethod
+    def compute(
+        self, work: Work, batches: Iterable[Batch], note: Note, alone: bool
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order.
+
+        Args:
+            work: what to compute.
+            batches: the texts, possibly without an end.
+            note: shows how far a batch is.
+            alone: whether there is only one batch, and somebody waits for it.
+        """
+
+    def close(self) -> None:  # noqa: B027, because this process needs nothing
+        """Release what is held elsewhere."""
+
+
+class LocalEngine(Engine):
+    """Computes in this process: on a GPU, or several batches at once on the cores of a CPU.
+
+    Args:
+        choice: the model.
+    """
+
+    def __init__(self, choice: ModelChoice) -> None:
+        self.model = choice.load()
+
+    def prepare(self, k: int, max_length: int) -> Place:
+        """Return what results depend on here."""
+        return Place.of(self.model, k, max_length)
+
+    def compute(
+        self, work: Work, batches: Iterable[Batch], note: Note, alone: bool
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order."""
+        rest = iter(batches)
+        first = next(rest, None)
+        if first is None:
+            return
+        every = chain([first], rest)
+        threads = 1 if alone else threads_for(self.model.sequence_model(first.prompts[:1]))
+        if threads == 1:
+            yield from work.records(self.model, every, note.captured)
+            return
+
+        def one(batch: Batch) -> list[Record]:
+            return next(work.records(self.model, [batch], note.captured))
+
+        yield from map_in_threads(one, every, threads)
+
+
+class RayEngine(Engine):
+    """Computes on a Ray cluster; this process reads, hands out batches and writes.
+
+    Args:
+        choice: the model, which must be on this machine too, because texts are checked here.
+        address: the address of the cluster; see ``cpsbs.workers.cluster.connect``.
+        workers: the number of workers; by default one for each GPU, or as many as there are cores.
+        cores: the number of cores for a worker.
+    """
+
+    def __init__(
+        self, choice: ModelChoice, address: str | None, workers: int | None, cores: int
+    ) -> None:
+        self.model = choice.outline()
+        self._choice, self._address = choice, address
+        self._workers, self._cores = workers, cores
+        self._crew: Crew | None = None
+        self._device = "cpu"
+
+    def prepare(self, k: int, max_length: int) -> Place:
+        """Start the workers, and return what results depend on when the first one is ready."""
+        content = model_fingerprint(self.model.name, self.model.model.config)
+        make = partial(BatchWorker, self._choice, self._cores, content, k, max_length)
+        pool, self._workers = ray_pool(
+            make, self._choice.device, self._address, self._workers, self._cores
+        )
+        self._crew = Crew(pool, self._workers, partial(print_message, "note"))
+        place = self._crew.ready()
+        assert isinstance(place, Place)
+        self._device = place.device
+        return place
+
+    def compute(
+        self, work: Work, batches: Iterable[Batch], note: Note, alone: bool
+    ) -> Iterator[list[Record]]:
+        """Yield the records of each batch, in their order."""
+        assert self._crew is not None
+        assert self._workers is not None
+        tasks = ((work, group) for group in self._groups(batches))
+        for (_, group), event in in_order(self._crew, tasks, AHEAD * self._workers + 1):
+            if isinstance(event, Failed):
+                raise _error(event, group)
+            for warned in event.warned:
+                warnings.warn(warned, stacklevel=1)
+            yield from event.value
+
+    def close(self) -> None:
+        """Stop the workers."""
+        if self._crew is not None:
+            self._crew.stop()
+
+    def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
+        """Yield the batches that a worker gets at once."""
+        rest = iter(batches)
+        if self._device == "cpu":
+            yield from ([batch] for batch in rest)
+            return
+        for first in rest:
+            group, most = [first], GPU_BATCHES * len(first.numbers)
+            while sum(len(batch.numbers) for batch in group) < most:
+                if (batch := next(rest, None)) is None:
+                    break
+                group.append(batch)
+            yield group
+
+
+class BatchWorker:
+    """Computes batches of texts on a node of a cluster, with a model that it loads there.
+
+    Args:
+        choice: the model.
+        cores: the number of threads to compute with.
+        content: the fingerprint that the model must have.
+        k: the largest number of sequences for a text.
+        max_length: the largest number of new tokens.
+
+    Raises:
+        ValueError: if the model is not there, or is another one.
+    """
+
+    def __init__(
+        self, choice: ModelChoice, cores: int, content: str, k: int, max_length: int
+    ) -> None:
+        torch.set_num_threads(cores)
+        self._model = choice.load()
+        self.facts = Place.of(self._model, k, max_length)
+        if self.facts.content != content:
+            raise ValueError(
+                f"the model {choice.name} there has the fingerprint {self.facts.content}, and "
+                f"{content} here; copy the same files there"
+            )
+
+    def compute(self, task: tuple[Work, list[Batch]]) -> list[list[Record]]:
+        """Return the records of each batch."""
+        work, batches = task
+        return list(work.records(self._model, batches, lambda _: None))
+
+
+def chosen_engine(
+    choice: ModelChoice,
+    engine: EngineName,
+    address: str | None,
+    workers: int | None,
+    cores: int | None,
+) -> Engine:
+    """Return the engine that the options name, with its model."""
+    if engine is EngineName.ray:
+        return RayEngine(choice, address, workers, cores or 1)
+    for name, value in (("--address", address), ("--workers", workers), ("--cores", cores)):
+        if value is not None:
+            raise ValueError(f"{name} is {value}, which needs --engine ray; give that too")
+    return LocalEngine(choice)
+
+
+def ray_pool(
+    make: Any, device: str | None, address: str | None, workers: int | None, cores: int
+) -> tuple[Pool, int]:
+    """Return workers on a Ray cluster, and how many there should be."""
+    from cpsbs.workers.cluster import connect
+
+    there = connect(address).cluster_resources()
+    on_gpu = there.get("GPU", 0) >= 1 if device is None else torch.device(device).type != "cpu"
+    fitting = there.get("GPU", 0) if on_gpu else there.get("CPU", 0) // cores
+    pool = RayPool(make, cores, float(on_gpu), address, wait_for_room=workers is not None)
+    return pool, workers or max(1, int(fitting))
+
+
+def _error(event: Failed, group: list[Batch]) -> Exception:
+    """Return the error to raise for a task that failed."""
+    if event.kind == "OutOfMemoryError":
+        return torch.OutOfMemoryError(event.reason)
+    numbers = [number for batch in group for number in batch.numbers]
+    texts = f"texts {min(numbers) + 1} to {max(numbers) + 1}"
+    return RuntimeError(f"{event.reason} (a worker computed some of {texts})")
