@@ -6,18 +6,20 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cpsbs.cli import reproduction
-from cpsbs.cli.reproduce import Engine
+from cpsbs.cli.options import EngineName
 from cpsbs.cli.reproduction import Reproduction
+from cpsbs.experiments.compute import Worker
 from cpsbs.experiments.plan import EXPERIMENTS, QUICK, Scale
 from cpsbs.text import demonstration
 from tests.cli.test_commands import run
-from tests.experiments.test_engines import Here
+from tests.workers.computing import Here
 
 TINY = Scale(
     lines=(0,),
@@ -51,7 +53,9 @@ def test_set(tmp_path: Path) -> list[str]:
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make quick runs tiny, in this process."""
     monkeypatch.setattr(reproduction, "QUICK", TINY)
-    monkeypatch.setattr(Reproduction, "_pool", lambda self, timed: Here(self._subjects))
+    monkeypatch.setattr(
+        Reproduction, "_pool", lambda self, timed: Here(partial(Worker, self._subjects))
+    )
 
 
 @pytest.mark.usefixtures("tiny")
@@ -130,7 +134,7 @@ def options(**changes: Any) -> Reproduction:
         "quick": True,
         "model": "en-fr",
     }
-    given |= {"out": Path("out"), "device": "cpu", "engine": Engine.local}
+    given |= {"out": Path("out"), "device": "cpu", "engine": EngineName.local}
     return Reproduction(**(given | changes))
 
 

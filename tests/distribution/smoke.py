@@ -85,9 +85,9 @@ def extras_are_absent() -> None:
 def missing_extras_are_named() -> None:
     """Check the errors of everything in the library that needs an extra."""
     import cpsbs.trl
-    from cpsbs.experiments.engines import RayPool
     from cpsbs.experiments.figures import image
     from cpsbs.experiments.store import Store
+    from cpsbs.workers.cluster import connect
 
     beams = cpsbs.search(cpsbs.TableModel.random(3, 2), 2, max_length=2, generator=0)
     with tempfile.TemporaryDirectory() as folder:
@@ -98,7 +98,7 @@ def missing_extras_are_named() -> None:
             "pandas": beams.to_pandas,
             "parquet": lambda: Store(Path(folder)),
             "plots": lambda: image(None, "svg"),
-            "ray": lambda: RayPool(None, 1),  # type: ignore[arg-type]
+            "ray": lambda: connect(None),
             "trl": lambda: cpsbs.trl.WeightedGRPOTrainer,
         }
         for extra, function in needs.items():

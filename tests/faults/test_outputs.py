@@ -21,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner, Result
 
 import cpsbs
-from cpsbs.cli import commands, formats, running, stored
+from cpsbs.cli import commands, engines, formats, running, stored
+from cpsbs.cli import sample as sampling
 from cpsbs.cli.draws import sample_records
 from cpsbs.cli.ordered import OrderedOutput, Record
 from cpsbs.fingerprint import fingerprint, model_fingerprint
@@ -507,7 +508,7 @@ def stop_after_two(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException],
                 raise stop
             return sample_records(*arguments)
 
-        monkeypatch.setattr(commands, "sample_records", stopped)
+        monkeypatch.setattr(sampling, "sample_records", stopped)
 
     return arrange
 
@@ -588,7 +589,7 @@ def test_a_model_is_read_once_more_only_for_an_output(
     def not_wanted(*_: Any) -> str:
         raise RuntimeError("the fingerprint was taken")
 
-    monkeypatch.setattr(running, "model_fingerprint", not_wanted)
+    monkeypatch.setattr(engines, "model_fingerprint", not_wanted)
     assert sample(model).exit_code == 0
     assert "the fingerprint was taken" in sample(model, "-o", tmp_path / "out.jsonl").stderr
 

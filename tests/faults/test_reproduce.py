@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import itertools
-import multiprocessing.util
 import os
-import queue
-import signal
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +18,6 @@ from cpsbs.experiments import running
 from cpsbs.experiments.cells import Cell
 from cpsbs.experiments.claims import claims
 from cpsbs.experiments.compute import Subjects, Worker
-from cpsbs.experiments.engines import Done, LocalPool, Outcome, Pool, _Process, compute_cells
 from cpsbs.experiments.figures import plot
 from cpsbs.experiments.plan import EXPERIMENTS, QUICK, Subject, plan
 from cpsbs.experiments.report import write_report
@@ -33,6 +28,7 @@ from cpsbs.extras import required
 from cpsbs.text import demonstration
 from tests.cli.test_commands import run
 from tests.cli.test_reproduce import TINY
+from tests.workers.computing import Here
 
 pyarrow: Any = required("pyarrow", "parquet")
 parquet: Any = required("pyarrow.parquet", "parquet")
@@ -52,30 +48,20 @@ def quick_rows(cell: Cell) -> list[Row]:
     return [{"runs": m, "repeat": i, "value": value + i / 99, **more} for m, i in places]
 
 
-class Here(Pool):
-    """Has results of all cells at once, which saves the seconds that processes take to start."""
+class Canned:
+    """Has results of all cells at once."""
 
-    def __init__(self) -> None:
-        self._outcome: Outcome = None
+    facts = None
 
-    def start(self) -> str:
-        return "this process"
-
-    def send(self, worker: str, cell: Cell) -> None:
-        self._outcome = Done(quick_rows(cell), 1.0)
-
-    def wait(self, workers: Sequence[str]) -> list[tuple[str, Outcome]]:
-        return [(workers[0], self._outcome)]
-
-    def stop(self, worker: str) -> None:
-        pass
+    def compute(self, cell: Cell) -> tuple[list[Row], float]:
+        return quick_rows(cell), 1.0
 
 
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The command for two cells, whose results are there at once."""
     monkeypatch.setattr(reproduction, "QUICK", SMALL)
-    monkeypatch.setattr(reproduction.Reproduction, "_pool", lambda *_: Here())
+    monkeypatch.setattr(reproduction.Reproduction, "_pool", lambda *_: Here(Canned))
     monkeypatch.setattr(Worker, "compute", lambda self, cell: (quick_rows(cell), 1.0))
     given = ["reproduce", "hindsight", "--quick", "--workers=1", f"--out={tmp_path / 'out'}"]
     for name, texts in zip(
@@ -271,7 +257,7 @@ def test_a_file_that_is_no_result_of_its_cell_is_computed_again(
         assert looks.rows(CELLS) == [{**CELLS[1].settings, **row} for row in ROWS[:3]]
         (said,) = looks.unusable(CELLS)
         assert said.startswith(f"{file} ")
-    done = list(fill(store, CELLS, lambda _: Here(), 1))
+    done = list(fill(store, CELLS, lambda _: Here(Canned), 1))
     assert done == CELLS[:1]
     assert store.rows(done) == [{**CELLS[0].settings, **row} for row in quick_rows(CELLS[0])]
     assert store.unusable(CELLS) == []
@@ -392,71 +378,6 @@ def test_times_of_another_device_are_drawn_in_the_dtype_they_would_have_here(
         ("CPU, 2 processors", "float32"),
         ("a card", "float16"),
     }
-
-
-# Workers that die
-
-
-LARGE = replace(SUBJECTS, sources=["A sentence of the test set."] * 100_000)
-
-
-def results(pool: Pool) -> list[Cell]:
-    """The cells that come out, in a thread, so that a run that hangs fails the test and no more."""
-    found: queue.SimpleQueue[list[Cell] | BaseException] = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            found.put([cell for cell, _ in compute_cells(pool, CELLS, 1)])
-        except BaseException as error:
-            found.put(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    try:
-        got = found.get(timeout=90)
-    except queue.Empty:
-        pytest.fail("the run hangs")
-    if isinstance(got, BaseException):
-        raise got
-    return got
-
-
-def test_a_worker_killed_as_it_starts_does_not_hang_the_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    start = multiprocessing.util.spawnv_passfds
-    killed: list[int] = []
-
-    def deadly(path: bytes, arguments: list[Any], passed: list[int]) -> int:
-        pid: int = start(path, arguments, passed)
-        if "spawn_main" in str(arguments) and not killed:
-            os.kill(pid, signal.SIGKILL)
-            killed.append(pid)
-        return pid
-
-    monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", deadly)
-    assert results(LocalPool(LARGE, 1)) == CELLS
-    assert len(killed) == 1
-
-
-class DyingReader(LocalPool):
-    """The first worker dies while the test set is on its way: it stops reading, then is killed."""
-
-    deaths = 0
-
-    def _hand_over(self, worker: _Process) -> None:
-        if not self.deaths:
-            self.deaths += 1
-            pid = worker.process.pid
-            assert pid is not None
-            os.kill(pid, signal.SIGSTOP)
-            threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
-        super()._hand_over(worker)
-
-
-def test_a_worker_killed_while_the_test_set_is_sent_does_not_hang_the_run() -> None:
-    pool = DyingReader(LARGE, 1)
-    assert results(pool) == CELLS
-    assert pool.deaths == 1
 
 
 # What is not known

@@ -12,7 +12,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -60,8 +60,6 @@ class Work(Protocol):
 class Place:
     """What results depend on where they are computed."""
 
-    content: str
-    """The fingerprint of the model."""
     dtype: str
     device: str
     """The type of the device."""
@@ -78,7 +76,6 @@ class Place:
             max_length: the largest number of new tokens.
         """
         return Place(
-            model_fingerprint(model.name, model.model.config),
             model.quantize or str(model.model.dtype),
             model.model.device.type,
             default_batch_size(model, k, max_length),
@@ -90,6 +87,11 @@ class Engine(ABC):
 
     model: TextModel
     """The model, possibly without its weights: it tells which texts it can take."""
+
+    @cached_property
+    def content(self) -> str:
+        """The fingerprint of the model, for which its files are read."""
+        return content_of(self.model)
 
     @abstractmethod
     def prepare(self, k: int, max_length: int) -> Place:
@@ -167,8 +169,7 @@ class RayEngine(Engine):
 
     def prepare(self, k: int, max_length: int) -> Place:
         """Start the workers, and return what results depend on when the first one is ready."""
-        content = model_fingerprint(self.model.name, self.model.model.config)
-        make = partial(BatchWorker, self._choice, self._cores, content, k, max_length)
+        make = partial(BatchWorker, self._choice, self._cores, self.content, k, max_length)
         pool, self._workers = ray_pool(
             make, self._choice.device, self._address, self._workers, self._cores
         )
@@ -232,16 +233,22 @@ class BatchWorker:
         torch.set_num_threads(cores)
         self._model = choice.load()
         self.facts = Place.of(self._model, k, max_length)
-        if self.facts.content != content:
+        found = content_of(self._model)
+        if found != content:
             raise ValueError(
-                f"the model {choice.name} there has the fingerprint {self.facts.content}, and "
-                f"{content} here; copy the same files there"
+                f"the model {choice.name} has the fingerprint {found} there and {content} here; "
+                "copy the same files there"
             )
 
     def compute(self, task: tuple[Work, list[Batch]]) -> list[list[Record]]:
         """Return the records of each batch."""
         work, batches = task
         return list(work.records(self._model, batches, lambda _: None))
+
+
+def content_of(model: TextModel) -> str:
+    """Return the fingerprint of a model that has just been loaded."""
+    return model_fingerprint(model.name, model.model.config)
 
 
 def chosen_engine(

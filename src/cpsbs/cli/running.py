@@ -141,7 +141,7 @@ class Job:
             **self.draw.settings.as_record(),
             "seed": self.draw.seed,
             "model": self.engine.model.name,
-            "model_content": place.content,
+            "model_content": self.engine.content,
             "dtype": place.dtype,
             "device": place.device,
             "batch_size": batch_size,

@@ -56,6 +56,7 @@ class Crew:
         self._idle: list[Any] = []
         self._busy: dict[Any, _Task[Any]] = {}
         self._stillborn = 0
+        self._told = set[str]()
 
     def ready(self) -> object:
         """Wait until a worker is ready, and return its facts.
@@ -180,7 +181,9 @@ class Crew:
         self._wanted -= 1
         if self._wanted <= 0:
             raise RuntimeError(f"no worker can be used: {event.reason}")
-        self._note(f"a worker cannot be used, and others do its work: {event.reason}")
+        if event.reason not in self._told:  # a node refuses all its workers for the same reason
+            self._told.add(event.reason)
+            self._note(f"a worker cannot be used, and others do its work: {event.reason}")
 
 
 def in_order(crew: Crew, tasks: Iterable[T], ahead: int) -> Iterator[tuple[T, Done | Failed]]:

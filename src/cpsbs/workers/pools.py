@@ -104,6 +104,7 @@ def outcome(worker: Worker, task: Any) -> Done | Failed:
     begin = time.perf_counter()
     try:
         with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("default")
             value = worker.compute(task)
     except Exception as error:  # it is reported with the name of the task
         return Failed(type(error).__name__, told(error))

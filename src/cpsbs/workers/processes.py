@@ -65,13 +65,16 @@ class ProcessPool(Pool):
                     try:
                         message: Event | _Request = worker.connection.recv()
                         if isinstance(message, _Request):
-                            worker.connection.send(self._make)
+                            self._hand_over(worker)
                         else:
                             found.append((worker, message))
                     except (EOFError, OSError):
                         self.stop(worker)
                         found.append((worker, None))
         return found
+
+    def _hand_over(self, worker: Process) -> None:
+        worker.connection.send(self._make)
 
     def stop(self, worker: Process) -> None:
         """Close the pipe, which ends an idle process, and kill a busy one; it writes no files."""
