@@ -38,13 +38,14 @@ def models(count: int = 7, bad: int | None = None) -> Iterator[TransformersModel
 
 def test_the_order_and_the_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     used = []
-    right = parallel.search_at_once
+    right: Any = api.map_in_threads
 
     def noted(*given: Any) -> Iterator[cpsbs.Beams]:
         used.append(given[-1])
-        return right(*given)
+        found: Iterator[cpsbs.Beams] = right(*given)
+        return found
 
-    monkeypatch.setattr(api, "search_at_once", noted)
+    monkeypatch.setattr(api, "map_in_threads", noted)
     found = list(search_each(models(), 3, max_length=12, generator=0))
     assert used == [2]
     monkeypatch.setattr(TransformersModel, "concurrent", False)
@@ -89,7 +90,7 @@ def test_a_reader_may_stop_early() -> None:
 
 
 def test_a_single_batch_uses_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "search_at_once", None)
+    monkeypatch.setattr(api, "map_in_threads", None)
     assert len(list(search_each(models(1), 2, max_length=5, generator=0))) == 1
     with pytest.raises(ValueError, match="cannot be made"):
         list(search_each(models(bad=1), 2, max_length=5, generator=0))

@@ -15,10 +15,11 @@ from cpsbs.models.base import FixedRowModel, SequenceModel
 from cpsbs.randomness import Generators, Streams, fresh_seed
 from cpsbs.search import recursion
 from cpsbs.search.beams import Beams
-from cpsbs.search.parallel import search_at_once, threads_for
+from cpsbs.search.parallel import threads_for
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.scheduler import Scheduler
 from cpsbs.search.settings import SearchOptions, SearchSettings
+from cpsbs.threads import map_in_threads
 
 StreamsOfModels = int | torch.Generator | Iterable[Sequence[torch.Generator] | Streams] | None
 """A seed or a generator for all models, or the generators of the sources of each model."""
@@ -172,7 +173,7 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
     threads = threads_for(first.model)
     del first  # so that its buffers are freed as soon as the search is done with them
     if threads > 1 and queue.several():
-        yield from search_at_once(queue, partial(_searched, settings), threads)
+        yield from map_in_threads(partial(_searched, settings), iter(queue.take, None), threads)
         return
     progress = _progress(queue, settings)
     goes_on, again = True, False
@@ -198,6 +199,7 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
         yield from found
 
 
+@torch.no_grad()  # which holds for one thread
 def _searched(settings: SearchSettings, request: Request) -> Beams:
     """Search the sources of a request that no others join, and return what was found."""
     recursion.run(request, settings)

@@ -51,8 +51,6 @@ def run(request: Request, settings: SearchSettings) -> None:
     beam = Hypotheses.roots(settings, streams, slot)
     rows = OpenRows(model, request.take_first_scores(), settings.design.roots(settings.k))
     for length in range(1, settings.max_length + 1):
-        if request.cancelled:
-            return
         check_wanted()
         offered, selection, result = transition.selecting(beam, *rows.scores(beam), streams)
         beam, parent = rows.stopped(result), result.parent

@@ -31,8 +31,6 @@ class Request:
     found: list[Found] = field(default_factory=list)
     """The sources that have ended."""
     path: list[Step] = field(default_factory=list)
-    cancelled: bool = False
-    """Whether nobody wants the result any more, so that the search may end at any step."""
     _first_scores: Tensor | None = None
 
     def prefill(self) -> None:
