@@ -75,7 +75,7 @@ def test_options_of_a_cluster_need_one() -> None:
 @pytest.mark.parametrize(
     ("address", "told"),
     [
-        ("127.0.0.1:1", "--address is 127.0.0.1:1, where no Ray cluster can be used"),
+        ("127.0.0.1:1", "nobody answers at 127.0.0.1:1 ("),
         ("ray://127.0.0.1:1", "run the command on a node of the cluster, with --address auto"),
     ],
 )

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import socket
 from typing import Any
 
 from cpsbs.extras import required
@@ -41,25 +42,48 @@ def connect(address: str | None) -> Any:
     # Ray reports events of the cluster on standard output, where results may go.
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    options = {} if address else {"include_dashboard": False}
+    where = address or os.environ.get("RAY_ADDRESS")
+    options = {} if where else {"include_dashboard": False}
     try:
+        _check_answers(_resolved(where))
         ray.init(
             address=address,
             log_to_driver=False,
             logging_level=logging.CRITICAL,
             **options,
         )
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = address or os.environ.get("RAY_ADDRESS")
-        if where is None:
+    except (OSError, RuntimeError, ValueError) as error:
+        if not where:
             raise RuntimeError(
                 f"Ray could not be started on this machine: {_line(error)}"
             ) from error
         raise ValueError(
-            f"--address is {where}, where no Ray cluster can be used: {_line(error)}. Start one "
+            f"--address is {where}, where no Ray cluster can be used: {_line(error)}; start one "
             "with 'ray start --head', or leave --address out to start one on this machine"
         ) from error
     return ray
+
+
+def _resolved(address: str | None) -> str | None:
+    """Return the host and port that an address stands for, or None if a cluster is started here."""
+    if address != "auto":
+        return address
+    try:  # where Ray notes the cluster of this machine, which need not be alive
+        from ray._private.services import canonicalize_bootstrap_address
+    except ImportError:
+        return None
+    found: str | None = canonicalize_bootstrap_address(address)
+    return found
+
+
+def _check_answers(address: str | None) -> None:
+    """Raise an ``OSError`` if nobody listens at an address; Ray itself would wait for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdecimal():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            raise OSError(f"nobody answers at {address} ({error})") from error
 
 
 class RayPool(Pool):
@@ -205,4 +229,4 @@ def _actor_class() -> type:
 
 def _line(error: BaseException) -> str:
     """Return what an error says, in one line."""
-    return " ".join(told(error).split())[:300]
+    return " ".join(told(error).split())[:300].rstrip(".")
