@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -105,7 +107,12 @@ class Nodes:
         self.address: str = self.cluster.address
 
     def stop(self) -> None:
+        """Stop all nodes, and the pipes to them that Ray leaves open."""
         self.cluster.shutdown()
+        self.nodes.clear()
+        del self.cluster
+        with warnings.catch_warnings(action="ignore"):
+            gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +189,7 @@ def test_a_killed_command_resumes_with_another_number_of_workers(
         "sample", "-f", corpus, *DRAW, "-o", output,
         "--engine=ray", f"--address={nodes.address}", "--workers=1",
     )  # fmt: skip
-    assert said.startswith("Resuming: ")
+    assert "Resuming: " in said  # and perhaps a note on the wait for a worker
     assert output.read_bytes() == expected
     # And one machine takes it for its own.
     assert "already complete" in done("sample", "-f", corpus, *DRAW, "-o", output)
@@ -203,9 +210,8 @@ def test_a_killed_command_resumes_with_another_number_of_workers(
 def test_every_command_writes_the_same_bytes(
     arguments: tuple[str, ...], nodes: Nodes, tmp_path: Path
 ) -> None:
-    first, *rest = arguments
-    given = [first, *(a for a in rest if not a.startswith("-")), *TEXTS[:3]]
-    given += [a for a in rest if a.startswith("-")] + list(DRAW)
+    (tmp_path / "texts").write_text("".join(f"{text}\n" for text in TEXTS[:9]), encoding="utf-8")
+    given = [*arguments, *DRAW, "-f", tmp_path / "texts"]
     there = run(*given, "--engine=ray", f"--address={nodes.address}", "-o", tmp_path / "there")
     here = run(*given, "-o", tmp_path / "here")
     assert (there.returncode, here.returncode) == (0, 0), there.stderr + here.stderr
