@@ -211,7 +211,7 @@ def test_every_command_writes_the_same_bytes(
     arguments: tuple[str, ...], nodes: Nodes, tmp_path: Path
 ) -> None:
     (tmp_path / "texts").write_text("".join(f"{text}\n" for text in TEXTS[:9]), encoding="utf-8")
-    given = [*arguments, *DRAW, "-f", tmp_path / "texts"]
+    given: list[str | Path] = [*arguments, *DRAW, "-f", tmp_path / "texts"]
     there = run(*given, "--engine=ray", f"--address={nodes.address}", "-o", tmp_path / "there")
     here = run(*given, "-o", tmp_path / "here")
     assert (there.returncode, here.returncode) == (0, 0), there.stderr + here.stderr
