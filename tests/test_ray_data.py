@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,8 +11,10 @@ import pytest
 import cpsbs
 import cpsbs.ray
 from cpsbs.text import demonstration
+from tests.docs import pages
 
 pa = pytest.importorskip("pyarrow")
+pytest.importorskip("pyarrow.parquet")
 
 TEXTS = [text for text, _ in demonstration()][:6]
 DRAW: dict[str, Any] = {"k": 3, "temperature": 0.5, "max_length": 30}
@@ -98,22 +102,38 @@ def test_mistakes_are_told(sampler: cpsbs.ray.Sampler) -> None:
         cpsbs.ray.Sampler(sampler.model)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def ray() -> Iterator[Any]:
+    module = pytest.importorskip("ray")
+    module.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield module
+    module.shutdown()
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
-def test_it_runs_in_actors_of_ray_data(sampler: cpsbs.ray.Sampler) -> None:
-    ray = pytest.importorskip("ray")
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        given = ray.data.from_arrow(rows(TEXTS)).repartition(3)
-        found = given.map_batches(
-            cpsbs.ray.Sampler,
-            fn_constructor_kwargs={"number": "number", **DRAW},
-            batch_format="pyarrow",
-            batch_size=2,
-            compute=ray.data.ActorPoolStrategy(size=1),
-            num_cpus=1,
-        ).take_all()
-    finally:
-        ray.shutdown()
+def test_it_runs_in_actors_of_ray_data(ray: Any, sampler: cpsbs.ray.Sampler) -> None:
+    given = ray.data.from_arrow(rows(TEXTS)).repartition(3)
+    found = given.map_batches(
+        cpsbs.ray.Sampler,
+        fn_constructor_kwargs={"number": "number", **DRAW},
+        batch_format="pyarrow",
+        batch_size=2,
+        compute=ray.data.ActorPoolStrategy(size=1),
+        num_cpus=1,
+    ).take_all()
     texts = {row["number"]: list(row["texts"]) for row in found}
     assert [texts[i] for i in range(6)] == sampler(rows(TEXTS))["texts"].to_pylist()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_the_pipeline_of_the_page_runs(ray: Any, tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs/how-to/cluster.md"
+    shown = [b for b in pages.blocks(page.read_text("utf-8")) if pages.ON_A_CLUSTER in b.info]
+    with pages.session(tmp_path):
+        for block in shown:
+            exec(block.code.replace("/shared", str(tmp_path)), {})
+    found = pa.parquet.read_table(tmp_path / "french")
+    assert len(found) == pages.SENTENCES
+    assert all(len(texts) == 5 for texts in found["texts"].to_pylist())

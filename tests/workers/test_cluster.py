@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's o
 @pytest.fixture
 def ray() -> Iterator[Any]:
     module = pytest.importorskip("ray")
-    module.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    module.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield module
     module.shutdown()
 

@@ -47,7 +47,7 @@ def connect(address: str | None) -> Any:
     try:
         _check_answers(_resolved(where))
         ray.init(
-            address=address,
+            address=where or "local",
             log_to_driver=False,
             logging_level=logging.CRITICAL,
             **options,
