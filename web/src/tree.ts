@@ -84,7 +84,7 @@ export function buildTree(document: Document, shown: number[], overlaid: number[
       depth: parent === null ? 0 : parent.depth + 1,
       label:
         parent === null
-          ? { text: "", partial: false, pending: [] }
+          ? { text: "", plain: "", partial: false, pending: [] }
           : labelOf(piece, parent.label.pending, isEnd),
       isEnd,
       logP,
@@ -234,8 +234,7 @@ export function findNode(tree: Tree, key: string): TreeNode | null {
 export function textOf(node: TreeNode): string {
   const parts: string[] = [];
   for (let at: TreeNode | null = node; at?.parent; at = at.parent) {
-    if (!at.label.partial && !at.isEnd)
-      parts.push(at.label.text.replace(/^·+/, (dots) => " ".repeat(dots.length)));
+    if (!at.isEnd) parts.push(at.label.plain);
   }
   const text = parts.reverse().join("").trim();
   return node.label.partial ? `${text} ${node.label.text}`.trim() : text;

@@ -99,7 +99,8 @@ function OneStep({ store, view, run }: { store: Store; view: View; run: Shown })
                       `${textOf(node)} (ended)`
                     ) : (
                       <>
-                        …{node.parent && textOf(node.parent).slice(-24)} <b>{node.label.text}</b>
+                        …{node.parent && [...textOf(node.parent)].slice(-24).join("")}{" "}
+                        <b>{node.label.text}</b>
                       </>
                     )}
                   </NodeLink>
