@@ -274,11 +274,43 @@ def test_every_design_has_room_on_the_page(opened: Opener, file: Path) -> None:
         assert box["height"] < 100
 
 
+@pytest.mark.parametrize("width", [1400, 390])
+def test_texts_stay_in_view_beside_four_designs(opened: Opener, address: str, width: int) -> None:
+    page = ready(opened(address, width))
+    for name in ("conditional-poisson", "gumbel-top-k", "independent"):
+        drawn(page, page.get_by_label(name).check, design=name)
+    button = tab(page, "Sequences").locator("tbody tr td:last-child button").first
+    box = button.bounding_box()
+    assert box is not None
+    assert box["x"] > 0
+    assert box["x"] + box["width"] <= width
+    # It is on top of the numbers, which go on below it.
+    button.scroll_into_view_if_needed()
+    assert button.evaluate(
+        "b => { const r = b.getBoundingClientRect();"
+        " return b.contains(document.elementFromPoint(r.x + 5, r.y + 5)); }"
+    )
+
+
 def test_values_out_of_range_are_refused_on_the_spot(opened: Opener, address: str) -> None:
     page = ready(opened(address))
     page.locator("#k").fill("500")
     assert page.locator("#k").evaluate("input => !input.validity.valid")
     assert len(sequences(page)) == 6
+
+
+def test_what_is_not_complete_is_not_drawn(opened: Opener, address: str) -> None:
+    page = ready(opened(address))
+    page.locator("#function").select_option("contains")
+    page.locator("#argument").fill("")
+    expect(page.locator("aside")).to_contain_text("Type a phrase.")
+    drawn(page, lambda: page.locator("#argument").fill("vélo"), argument="vélo")
+    page.locator("#k").fill("5")
+    page.locator("#text").fill("")
+    expect(page.locator("aside")).to_contain_text("Type a text")
+    # Longer than a draw is put off; nothing must have been asked for, nor refused.
+    page.wait_for_timeout(800)
+    assert page.get_by_role("alert").count() == 0
 
 
 def test_the_estimate_has_its_error_and_the_exact_value(opened: Opener, address: str) -> None:

@@ -26,7 +26,7 @@ export function labelOf(piece: Piece | undefined, pending: number[], isEnd: bool
   const left = unfinished(bytes);
   const whole = bytes.slice(0, bytes.length - left);
   if (whole.length === 0) {
-    return { text: own.map(hexadecimal).join(" "), plain: "", partial: true, pending: bytes };
+    return { text: hexadecimal(own), plain: "", partial: true, pending: bytes };
   }
   const plain = new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(whole));
   return { text: visible(plain), plain, partial: false, pending: bytes.slice(whole.length) };
@@ -54,6 +54,6 @@ export function onOneLine(text: string): string {
   return text.replace(/[\n\r\t]/g, (c) => VISIBLE[c]!);
 }
 
-function hexadecimal(byte: number): string {
-  return byte.toString(16).toUpperCase().padStart(2, "0");
+export function hexadecimal(bytes: number[]): string {
+  return bytes.map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 }

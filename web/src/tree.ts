@@ -1,5 +1,5 @@
 // The tree of prefixes: one node a prefix, whatever number of runs went through it.
-import { labelOf, type Label } from "./labels";
+import { hexadecimal, labelOf, type Label } from "./labels";
 import { ITSELF, type Document, type Run, type Step } from "./types";
 
 /** What one run did with a prefix. */
@@ -237,7 +237,7 @@ export function textOf(node: TreeNode): string {
     if (!at.isEnd) parts.push(at.label.plain);
   }
   const text = parts.reverse().join("").trim();
-  return node.label.partial ? `${text} ${node.label.text}`.trim() : text;
+  return node.label.partial ? `${text} ${hexadecimal(node.label.pending)}`.trim() : text;
 }
 
 /** Joins documents of the same scene; runs that are there already are replaced by fuller ones. */

@@ -107,6 +107,15 @@ test("the text of a prefix has its own spaces, line ends and dots, and not the s
   assert.equal(textOf(end), "·a  b\n  c");
 });
 
+test("the bytes of a character that is not complete are all told", () => {
+  const document = sample();
+  document.pieces = { ...document.pieces, 1: [0xf0], 9: [0x9f] };
+  document.ends = [];
+  const end = findNode(buildTree(document, [0], []), "1 9")!;
+  assert.equal(end.label.text, "9F");
+  assert.equal(textOf(end), "F0 9F");
+});
+
 test("a text is cut between characters, and its spaces stay", () => {
   assert.equal(shortened("a  b\nc"), "a  b↵c");
   assert.equal(shortened("🚲".repeat(60)), "🚲".repeat(60));
