@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 TEXT = "A man rides a bicycle."
 REFERENCE = "Un homme fait du vélo."
@@ -30,6 +30,8 @@ FLAGS = [
 ]
 
 Opener = Callable[..., Page]
+
+expect.set_options(timeout=30_000)  # a machine of two cores may be busy with other things
 
 
 @pytest.fixture(scope="session")
@@ -49,17 +51,19 @@ def address() -> Iterator[str]:
     """The address of ``cpsbs explore``, started as a user would."""
     command = [sys.executable, "-m", "cpsbs", "explore", TEXT, HOSTILE, "-r", REFERENCE, "-r", "x"]
     options = ["-k", "6", "--temperature", "0.5", "--no-browser", "--device", "cpu"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [*command, *options], stderr=subprocess.PIPE, text=True, env=environment
     ) as server:
         assert server.stderr is not None
+        said = []
         for line in server.stderr:
+            said.append(line)
             if found := re.search(r"Serving (http://\S+)", line):
-                yield found[1]
                 break
         else:
-            raise AssertionError("the server did not start")
+            raise AssertionError(f"the server did not start: {''.join(said)}")
+        yield found[1]
         server.terminate()
         server.communicate(timeout=30)
 

@@ -105,6 +105,7 @@ def test_a_file_of_twenty_sequences_stays_small(tmp_path: Path) -> None:
         (["Hi.", "--html", "/no/such/folder/a.html"], "is not a folder"),
         (["Hi.", "-r", "a", "-r", "b"], "2 references for 1 texts"),
         (["-r", "a"], "without a text"),
+        (["Hi.", "-r", "a", "--contains", "b"], "both --contains and --reference"),
         (["Hi.", "--html", "a.html", "-k", "500"], "k is 500"),
         (["", "--html", "a.html"], "is empty"),
         (["Hi.", "--host", "no.such.host.invalid", "--no-browser"], "cannot listen on"),

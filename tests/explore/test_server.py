@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -191,10 +193,9 @@ def test_loopback_is_told_from_everything_else(host: str, local: bool) -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with server.bound_socket("127.0.0.1", 0) as first:
-        first.listen()
-        with pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1"):
-            server.bound_socket("127.0.0.1", first.getsockname()[1])
+    taken = pytest.raises(OSError, match=r"cannot listen on 127\.0\.0\.1")
+    with server.bound_socket("127.0.0.1", 0) as first, taken:
+        server.bound_socket("127.0.0.1", first.getsockname()[1])
 
 
 # ---------------------------------------------------------------------- one search at a time
@@ -262,3 +263,29 @@ def test_closing_the_server_stops_the_search(explorer: Explorer) -> None:
     thread.join(20)
     assert not thread.is_alive()
     assert time.monotonic() - began < 10
+
+
+def test_a_page_that_is_asked_for_too_early_waits() -> None:
+    """The address is printed, and a browser opened, before the server runs."""
+    with server.bound_socket("127.0.0.1", 0) as bound:
+        socket.create_connection(bound.getsockname(), timeout=10).close()
+
+
+def test_stopping_the_server_ends_the_answer_that_is_under_way(explorer: Explorer) -> None:
+    Slow.began.clear()
+    body = json.dumps({"scene": SCENE, "design": "stratified"})
+    with server.bound_socket("127.0.0.1", 0) as bound:
+        host, port = bound.getsockname()
+        running = server.PageServer(server.application(Slow(explorer.model), {}))
+        thread = threading.Thread(target=running.run, kwargs={"sockets": [bound]})
+        thread.start()
+        connection = http.client.HTTPConnection(host, port, timeout=20)
+        connection.request("POST", "/api/draw", body, {"Content-Type": "application/json"})
+        answer = connection.getresponse()
+        assert Slow.began.wait(20)
+        running.should_exit = True
+        *_, last = answer.read().splitlines()
+        thread.join(20)
+        connection.close()
+    assert not thread.is_alive()
+    assert json.loads(last) == {"cancelled": True}

@@ -76,35 +76,39 @@ export function App({ store }: { store: Store }) {
         <Controls store={store} />
         <section class="tree" aria-label="Tree of tokens">
           <div class="bar">
-            <label for="step">Step</label>
-            <input
-              id="step"
-              type="range"
-              min={1}
-              max={steps}
-              value={state.step ?? steps}
-              aria-valuetext={state.step === null ? "end" : `step ${state.step}`}
-              onInput={(event) => {
-                const step = Number(event.currentTarget.value);
-                store.set({
-                  step: step >= steps ? null : step,
-                  ...(step < steps ? { tab: "step" as Tab } : {}),
-                });
-              }}
-            />
-            <output for="step">{state.step === null ? "end" : `${state.step} of ${steps}`}</output>
-            <label for="lost">Dropped</label>
-            <input
-              id="lost"
-              type="range"
-              min={0}
-              max={400}
-              step={10}
-              value={state.lost}
-              title="How many dropped candidates to show, the likeliest first"
-              onInput={(event) => store.set({ lost: Number(event.currentTarget.value) })}
-            />
-            <output for="lost">{state.lost}</output>
+            <div class="slider">
+              <label for="step">Step</label>
+              <input
+                id="step"
+                type="range"
+                min={1}
+                max={steps}
+                value={state.step ?? steps}
+                aria-valuetext={state.step === null ? "end" : `step ${state.step}`}
+                onInput={(event) => {
+                  const step = Number(event.currentTarget.value);
+                  store.set({
+                    step: step >= steps ? null : step,
+                    ...(step < steps ? { tab: "step" as Tab } : {}),
+                  });
+                }}
+              />
+              <output for="step">{state.step === null ? "end" : `${state.step} of ${steps}`}</output>
+            </div>
+            <div class="slider">
+              <label for="lost">Dropped</label>
+              <input
+                id="lost"
+                type="range"
+                min={0}
+                max={400}
+                step={10}
+                value={state.lost}
+                title="How many dropped candidates to show, the likeliest first"
+                onInput={(event) => store.set({ lost: Number(event.currentTarget.value) })}
+              />
+              <output for="lost">{state.lost}</output>
+            </div>
             <span class="buttons">
               <button type="button" aria-label="Zoom in" onClick={() => tree.current?.zoomBy(1.25)}>
                 +

@@ -408,7 +408,7 @@ export class TreeCanvas {
     x += 18 + picture.layout.textWidth;
     context.fillText(parts.join("   "), x, y);
     if (only !== null) return;
-    x += 130;
+    x += 155;
     for (const run of picture.shown) {
       const weight = run.weights.get(node.output!);
       context.fillStyle = run.colour;

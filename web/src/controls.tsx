@@ -27,6 +27,7 @@ export function Controls({ store }: { store: Store }) {
   }
 
   function change(part: Partial<Scene>): void {
+    clearTimeout(timer.current); // it would draw what is not complete any more
     store.changeScene(part);
     const next = { ...scene, ...part };
     const needed = next.function === "entropy" || next.function === "length" || next.argument.trim() !== "";

@@ -5,6 +5,8 @@ import type { Piece } from "./types";
 export interface Label {
   /** What to show; for a part of a character, its bytes in hexadecimal. */
   text: string;
+  /** What the token adds to the text, with what was pending before; "" for a part of a character. */
+  plain: string;
   /** Whether the token ends within a character and completes none. */
   partial: boolean;
   /** Bytes of a character that later tokens complete. */
@@ -14,20 +16,20 @@ export interface Label {
 const VISIBLE: Record<string, string> = { "\n": "↵", "\r": "␍", "\t": "⇥" };
 
 export function labelOf(piece: Piece | undefined, pending: number[], isEnd: boolean): Label {
-  if (isEnd) return { text: "end", partial: false, pending: [] };
-  if (piece === undefined) return { text: "?", partial: false, pending: [] };
+  if (isEnd) return { text: "end", plain: "", partial: false, pending: [] };
+  if (piece === undefined) return { text: "?", plain: "?", partial: false, pending: [] };
   if (typeof piece === "string" && pending.length === 0) {
-    return { text: visible(piece), partial: false, pending: [] };
+    return { text: visible(piece), plain: piece, partial: false, pending: [] };
   }
   const own = typeof piece === "string" ? [...new TextEncoder().encode(piece)] : piece;
   const bytes = [...pending, ...own];
   const left = unfinished(bytes);
   const whole = bytes.slice(0, bytes.length - left);
   if (whole.length === 0) {
-    return { text: own.map(hexadecimal).join(" "), partial: true, pending: bytes };
+    return { text: hexadecimal(own), plain: "", partial: true, pending: bytes };
   }
-  const text = visible(new TextDecoder().decode(new Uint8Array(whole)));
-  return { text, partial: false, pending: bytes.slice(whole.length) };
+  const plain = new TextDecoder("utf-8", { ignoreBOM: true }).decode(new Uint8Array(whole));
+  return { text: visible(plain), plain, partial: false, pending: bytes.slice(whole.length) };
 }
 
 /** The number of bytes at the end that begin a character and do not complete it. */
@@ -44,9 +46,14 @@ export function unfinished(bytes: number[]): number {
 /** A text whose spaces at its beginning, line ends and tabs can be seen. */
 export function visible(text: string): string {
   if (text === "") return "∅";
-  return text.replace(/^ +/, (spaces) => "·".repeat(spaces.length)).replace(/[\n\r\t]/g, (c) => VISIBLE[c]!);
+  return onOneLine(text.replace(/^ +/, (spaces) => "·".repeat(spaces.length)));
 }
 
-function hexadecimal(byte: number): string {
-  return byte.toString(16).toUpperCase().padStart(2, "0");
+/** A text whose line ends and tabs can be seen, for places that have room for one line. */
+export function onOneLine(text: string): string {
+  return text.replace(/[\n\r\t]/g, (c) => VISIBLE[c]!);
+}
+
+export function hexadecimal(bytes: number[]): string {
+  return bytes.map((byte) => byte.toString(16).toUpperCase().padStart(2, "0")).join(" ");
 }

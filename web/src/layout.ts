@@ -1,5 +1,6 @@
 // Where the nodes of a tree stand: a row for every leaf, a column for every step.
 import { cluster, hierarchy, type HierarchyPointNode } from "d3-hierarchy";
+import { onOneLine } from "./labels";
 import type { Tree, TreeNode } from "./tree";
 
 export const ROW = 26;
@@ -136,13 +137,18 @@ export function layOut(
 
 /** The text of a sequence, if it is not too long to stand in a row. */
 export function shortened(text: string): string {
-  const line = text.replace(/\s+/g, " ");
-  return line.length > 60 ? `${line.slice(0, 59)}…` : line;
+  return cut(onOneLine(text), 60);
 }
 
 export function shownLabel(node: TreeNode): string {
-  const text = node.label.text;
-  return text.length > 24 ? `${text.slice(0, 23)}…` : text;
+  return cut(node.label.text, 24);
+}
+
+/** The first characters of a text, none of which is cut in two. */
+function cut(text: string, most: number): string {
+  if (text.length <= most) return text;
+  const characters = [...text];
+  return characters.length > most ? `${characters.slice(0, most - 1).join("")}…` : text;
 }
 
 function rowOf(kind: "kept" | "lost"): number {

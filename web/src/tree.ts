@@ -1,5 +1,5 @@
 // The tree of prefixes: one node a prefix, whatever number of runs went through it.
-import { labelOf, type Label } from "./labels";
+import { hexadecimal, labelOf, type Label } from "./labels";
 import { ITSELF, type Document, type Run, type Step } from "./types";
 
 /** What one run did with a prefix. */
@@ -84,7 +84,7 @@ export function buildTree(document: Document, shown: number[], overlaid: number[
       depth: parent === null ? 0 : parent.depth + 1,
       label:
         parent === null
-          ? { text: "", partial: false, pending: [] }
+          ? { text: "", plain: "", partial: false, pending: [] }
           : labelOf(piece, parent.label.pending, isEnd),
       isEnd,
       logP,
@@ -234,11 +234,10 @@ export function findNode(tree: Tree, key: string): TreeNode | null {
 export function textOf(node: TreeNode): string {
   const parts: string[] = [];
   for (let at: TreeNode | null = node; at?.parent; at = at.parent) {
-    if (!at.label.partial && !at.isEnd)
-      parts.push(at.label.text.replace(/^·+/, (dots) => " ".repeat(dots.length)));
+    if (!at.isEnd) parts.push(at.label.plain);
   }
   const text = parts.reverse().join("").trim();
-  return node.label.partial ? `${text} ${node.label.text}`.trim() : text;
+  return node.label.partial ? `${text} ${hexadecimal(node.label.pending)}`.trim() : text;
 }
 
 /** Joins documents of the same scene; runs that are there already are replaced by fuller ones. */

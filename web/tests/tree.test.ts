@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { chosenNodes, layOut } from "../src/layout";
+import { chosenNodes, layOut, shortened } from "../src/layout";
 import { checked } from "../src/store";
 import { buildTree, findNode, keyOf, merged, prefixOf, textOf } from "../src/tree";
 import { ITSELF, type Document, type Run } from "../src/types";
@@ -97,6 +97,29 @@ test("a node is a prefix, with what the run did with it", () => {
   assert.equal(keyOf(end), "1 9");
   assert.equal(textOf(end), "a");
   assert.equal(findNode(tree, "7"), null);
+});
+
+test("the text of a prefix has its own spaces, line ends and dots, and not the signs for them", () => {
+  const document = sample();
+  document.pieces = { ...document.pieces, 1: "·a  b\n  c" };
+  const end = findNode(buildTree(document, [0], []), "1 9")!;
+  assert.equal(end.parent!.label.text, "·a  b↵  c");
+  assert.equal(textOf(end), "·a  b\n  c");
+});
+
+test("the bytes of a character that is not complete are all told", () => {
+  const document = sample();
+  document.pieces = { ...document.pieces, 1: [0xf0], 9: [0x9f] };
+  document.ends = [];
+  const end = findNode(buildTree(document, [0], []), "1 9")!;
+  assert.equal(end.label.text, "9F");
+  assert.equal(textOf(end), "F0 9F");
+});
+
+test("a text is cut between characters, and its spaces stay", () => {
+  assert.equal(shortened("a  b\nc"), "a  b↵c");
+  assert.equal(shortened("🚲".repeat(60)), "🚲".repeat(60));
+  assert.equal(shortened("🚲".repeat(61)), `${"🚲".repeat(59)}…`);
 });
 
 test("each step accounts for all probability that was there", () => {

@@ -142,11 +142,13 @@ def explore_command(
 
     cpsbs explore "A man rides a bicycle." --design stratified --design independent --html tree.html
     """
-    with reporting_errors():
+    with reporting_errors("nothing was written" if html else "the page is not served any more"):
         check_draw(k, temperature, nucleus, max_length, seed)
         names = designs_given or [DEFAULT_DESIGN]
         for name in names:
             design_named(name).roots(k)
+        if contains is not None and reference:
+            raise ValueError("both --contains and --reference are given; give the one f needs")
         pairs = _texts(texts, reference)
         for number, (text, own) in enumerate(pairs):
             check_utf8(text, f"text {number + 1}")
@@ -241,9 +243,13 @@ def _write(file: Path, content: str) -> None:
 
 def _serve(explorer: Explorer, shown: dict[str, Any], host: str, port: int, browser: bool) -> None:
     """Serve the page until the user stops it."""
-    import uvicorn
-
-    from cpsbs.explore.server import LOOPBACK, application, bound_socket, is_loopback
+    from cpsbs.explore.server import (
+        LOOPBACK,
+        PageServer,
+        application,
+        bound_socket,
+        is_loopback,
+    )
 
     local = is_loopback(host)
     token = None if local else secrets.token_urlsafe(16)
@@ -251,13 +257,7 @@ def _serve(explorer: Explorer, shown: dict[str, Any], host: str, port: int, brow
     hosts = None if anywhere else frozenset({*LOOPBACK, host.lower()})
     with bound_socket(host, port) as bound:
         address = _address(bound, host, token)
-        server = uvicorn.Server(
-            uvicorn.Config(
-                application(explorer, shown, hosts, token),
-                log_level="warning",
-                timeout_graceful_shutdown=3,
-            )
-        )
+        server = PageServer(application(explorer, shown, hosts, token))
         messages = _messages()
         messages.print(visible(f"{explorer.model!r}"))
         messages.print(f"Serving {address} (Ctrl-C to stop)")

@@ -45,8 +45,14 @@ class ReaderGoneError(Exception):
 
 
 @contextmanager
-def reporting_errors() -> Iterator[None]:
-    """Report an error inside the block in one line on standard error, and exit with its status."""
+def reporting_errors(
+    stopped: str = "with --output, run the same command again to resume",
+) -> Iterator[None]:
+    """Report an error inside the block in one line on standard error, and exit with its status.
+
+    Args:
+        stopped: what to say after Ctrl-C.
+    """
     try:
         with _reporting_warnings():
             yield
@@ -69,7 +75,7 @@ def reporting_errors() -> Iterator[None]:
         print_message("note", str(skipped))
         raise typer.Exit(3) from skipped
     except KeyboardInterrupt as stop:
-        print_message("stopped", "with --output, run the same command again to resume")
+        print_message("stopped", stopped)
         raise typer.Exit(130) from stop
 
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
@@ -208,7 +209,7 @@ def application(
         yield
         desk.close()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", index),
             Route("/api/draw", searching(read_draw), methods=["POST"]),
@@ -219,6 +220,25 @@ def application(
         middleware=[Middleware(Guard, hosts=hosts, token=token)],
         lifespan=lifespan,
     )
+    app.state.desk = desk
+    return app
+
+
+class PageServer(uvicorn.Server):
+    """A server that stops the search that is running before it waits for the answers to end.
+
+    Args:
+        app: what ``application`` returned.
+    """
+
+    def __init__(self, app: Starlette) -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=3))
+        self._desk: SearchDesk = app.state.desk
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop, after Ctrl-C for example."""
+        self._desk.cancel()
+        await super().shutdown(sockets)
 
 
 async def posted(request: Request) -> Mapping[str, Any]:
@@ -341,6 +361,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
+        bound.listen()  # a browser that is faster than the server waits, instead of being refused
     except OSError as error:
         bound.close()
         raise OSError(f"{problem}: {error.strerror or error}") from error

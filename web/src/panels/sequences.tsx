@@ -11,15 +11,17 @@ export function Sequences({ store, view }: { store: Store; view: View }) {
   );
   return (
     <>
-      <table>
+      <table class="sequences">
         <caption>
-          Every sequence with its probability p
-          {shown.map((run) => (
-            <span key={run.number}>
-              {" "}
-              <i class="dot" style={{ background: run.colour }} /> {run.name}
-            </span>
-          ))}
+          <span class="legend">
+            Every sequence with its probability p
+            {shown.map((run) => (
+              <span key={run.number}>
+                {" "}
+                <i class="dot" style={{ background: run.colour }} /> {run.name}
+              </span>
+            ))}
+          </span>
         </caption>
         <thead>
           <tr>

@@ -65,7 +65,7 @@ function OneStep({ store, view, run }: { store: Store; view: View; run: Shown })
         ))}
         {died.length > 8 && ", …"}
       </p>
-      <table>
+      <table class="candidates">
         <caption>Candidates by probability, and what became of them</caption>
         <thead>
           <tr>
@@ -76,7 +76,7 @@ function OneStep({ store, view, run }: { store: Store; view: View; run: Shown })
             >
               π
             </th>
-            <th scope="col" class="text">
+            <th scope="col" class="name">
               outcome
             </th>
             <th scope="col" class="text">
@@ -99,7 +99,8 @@ function OneStep({ store, view, run }: { store: Store; view: View; run: Shown })
                       `${textOf(node)} (ended)`
                     ) : (
                       <>
-                        …{node.parent && textOf(node.parent).slice(-24)} <b>{node.label.text}</b>
+                        …{node.parent && [...textOf(node.parent)].slice(-24).join("")}{" "}
+                        <b>{node.label.text}</b>
                       </>
                     )}
                   </NodeLink>
