@@ -129,6 +129,10 @@ class Watched(Engine):
         """Return what results depend on."""
         return self._engine.prepare(k, max_length)
 
+    def threads(self, alone: bool) -> int:
+        """Return the number of threads of the other engine."""
+        return self._engine.threads(alone)
+
     def compute(
         self, work: Work, batches: Iterable[Batch], note: Note, alone: bool
     ) -> Iterator[list[Record]]:

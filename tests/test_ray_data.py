@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -65,7 +65,7 @@ def test_what_a_design_does_not_have_is_null_of_the_same_type() -> None:
 
 def test_bad_rows_are_refused_or_skipped(sampler: cpsbs.ray.Sampler) -> None:
     bad = ["Yes.", "", None, "word " * 600]
-    with pytest.raises(ValueError, match="the text '' is empty; or use skip=True"):
+    with pytest.raises(ValueError, match="the text '' is empty; fix it, or use skip=True"):
         sampler(rows(bad))
     skipping = cpsbs.ray.Sampler(skip=True, **DRAW)
     found = skipping(rows(bad))
@@ -76,16 +76,32 @@ def test_bad_rows_are_refused_or_skipped(sampler: cpsbs.ray.Sampler) -> None:
     assert skipping(rows(bad[1:2])).schema == found.schema
 
 
-def test_a_subclass_adds_an_estimate() -> None:
-    class Lengths(cpsbs.ray.Sampler):
-        def columns(self, beams: cpsbs.Beams) -> dict[str, Any]:
-            found = cpsbs.estimate(beams, len, decode=self.model.decode)
-            return super().columns(beams) | {"length": float(found.value[0])}
+class Lengths(cpsbs.ray.Sampler):
+    """Adds the expected length of a sequence."""
 
-    sampler = Lengths(**DRAW)
-    (length,) = sampler(rows(TEXTS[:1]))["length"].to_pylist()
-    texts = sampler(rows(TEXTS[:1]))["texts"].to_pylist()[0]
+    added: ClassVar[dict[str, str]] = {"length": "float64"}
+
+    def columns(self, beams: cpsbs.Beams) -> dict[str, Any]:
+        found = cpsbs.estimate(beams, len, decode=self.model.decode)
+        return super().columns(beams) | {"length": float(found.value[0])}
+
+
+def test_a_subclass_adds_an_estimate() -> None:
+    sampler = Lengths(skip=True, **DRAW)
+    found = sampler(rows(TEXTS[:1]))
+    (length,), (texts,) = found["length"].to_pylist(), found["texts"].to_pylist()
     assert min(map(len, texts)) <= length <= max(map(len, texts))
+    for block in (rows([""]), rows(TEXTS).slice(0, 0)):
+        assert sampler(block).schema.names == found.schema.names
+        assert sampler(block).schema.field("length") == found.schema.field("length")
+
+
+def test_a_column_without_a_type_is_refused() -> None:
+    class Forgotten(Lengths):
+        added: ClassVar[dict[str, str]] = {}
+
+    with pytest.raises(ValueError, match="columns returned 'length'; name it in added"):
+        Forgotten(**DRAW)(rows(TEXTS[:1]))
 
 
 def test_mistakes_are_told(sampler: cpsbs.ray.Sampler) -> None:

@@ -18,9 +18,9 @@ For a file of texts, the commands with ``--engine ray`` need no program.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack
 
 from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
 from cpsbs.extras import required, silence_transformers
@@ -67,9 +67,13 @@ class Sampler:
             ``cpsbs.search``.
 
     Attributes:
+        added: the columns that a subclass adds, each with the name of its type, such as "float64"
+            (see ``pyarrow.type_for_alias``).
         model: the model, a ``cpsbs.TextModel``.
         settings: the settings of the search.
     """
+
+    added: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ class Sampler:
     def columns(self, beams: Beams) -> dict[str, Any]:
         """Return what one row gets in its new columns.
 
-        A subclass can add columns, such as an estimate from the beam.
+        A subclass can add columns, such as an estimate from the beam, which it names in ``added``.
 
         Args:
             beams: the beam of the row's text, one source.
@@ -167,7 +171,7 @@ class Sampler:
         wrong |= {some[j][0]: reason for j, reason in refused.items()}
         if wrong and not self._skip:
             i, reason = min(wrong.items())
-            raise ValueError(f"the text {_shortened(texts[i])} {reason}; or use skip=True")
+            raise ValueError(f"the text {_shortened(texts[i])} {reason}; fix it, or use skip=True")
         return wrong
 
     def _beams(
@@ -192,16 +196,17 @@ class Sampler:
         self, rows: pyarrow.Table, found: Sequence[dict[str, Any]], wrong: dict[int, str]
     ) -> pyarrow.Table:
         types = _types(self._pyarrow)
-        # A batch of rows that were all skipped has the same columns as any other.
-        names = dict.fromkeys([*types, *(name for row in found for name in row)])
-        added = {name: [row.get(name) for row in found] for name in names}
+        types |= {name: self._pyarrow.type_for_alias(kind) for name, kind in self.added.items()}
+        for name in {name for row in found for name in row} - types.keys():
+            raise ValueError(f"columns returned {name!r}; name it in added, with its type")
+        columns = {name: [row.get(name) for row in found] for name in types}
         if self._skip:
-            added["error"] = [wrong.get(i) for i in range(len(found))]
+            columns["error"] = [wrong.get(i) for i in range(len(found))]
             types["error"] = self._pyarrow.string()
-        for name, values in added.items():
+        for name, values in columns.items():
             if name in rows.column_names:
                 raise ValueError(f"the rows have a column {name!r} already; rename it")
-            rows = rows.append_column(name, self._pyarrow.array(values, types.get(name)))
+            rows = rows.append_column(name, self._pyarrow.array(values, types[name]))
         return rows
 
 

@@ -28,15 +28,15 @@ R = TypeVar("R")
 _here = threading.local()
 
 
-class CancelledError(Exception):
+class NotWantedError(Exception):
     """Raised in a thread whose result nobody wants any more."""
 
 
 def check_wanted() -> None:
-    """Raise a ``CancelledError`` if nobody wants any more what the current thread computes."""
+    """Raise a ``NotWantedError`` if nobody wants any more what the current thread computes."""
     cancelled: threading.Event | None = getattr(_here, "cancelled", None)
     if cancelled is not None and cancelled.is_set():
-        raise CancelledError
+        raise NotWantedError
 
 
 def map_in_threads(compute: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
@@ -58,6 +58,9 @@ def map_in_threads(compute: Callable[[T], R], items: Iterable[T], threads: int) 
     try:
         while True:
             while failure is None and len(running) < AHEAD * threads:
+                # What is done is yielded before the next item is taken, since that may take long.
+                if running and running[0].done():
+                    break
                 try:
                     running.append(executor.submit(compute, next(rest)))
                 except StopIteration as end:

@@ -1,4 +1,4 @@
-"""A crew computes every task, whoever dies on the way, and says why where it cannot."""
+"""A crew computes every task, even if workers die, and says why where it cannot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cpsbs.workers import Crew, Done, Failed, Refused, in_order
+from cpsbs.workers import Crew, Died, Done, Failed, Refused, in_order
 from cpsbs.workers import crew as crews
 from tests.workers.computing import Doubling, Here, Making, Refusing, results, values
 
@@ -72,9 +72,37 @@ def test_a_worker_that_would_compute_something_else_is_refused() -> None:
 
 
 def test_workers_that_die_as_they_start_are_given_up() -> None:
-    crew = Crew(Here(None), 1)
+    crew = Crew(Here(Died()), 1)
     with pytest.raises(RuntimeError, match="workers died 3 times in a row while they started"):
         crew.ready()
+
+
+def test_workers_that_die_together_as_they_start_count_once() -> None:
+    """As when the node with most of them goes down while they load the model."""
+    told: list[str] = []
+    crew = Crew(Here(*[Died()] * 12, DOUBLING), 8, told.append)
+    assert len(list(crew.compute(range(50)))) == 50
+    assert told == []
+
+
+def test_what_cannot_be_read_there_is_told() -> None:
+    crew = Crew(Here(Failed("ImportError", "cannot import name 'made'")), 1)
+    with pytest.raises(RuntimeError, match="no worker can be used: cannot import name 'made'"):
+        crew.ready()
+
+
+def test_what_is_done_is_reported_before_the_next_task_is_waited_for() -> None:
+    """A pipe may pause; what was computed meanwhile must not wait for it."""
+    reported: list[int] = []
+
+    def tasks() -> Iterator[int]:
+        for task in range(6):
+            assert len(reported) >= task - 1
+            yield task
+
+    for _, task, _ in Crew(Here(DOUBLING), 2).compute(tasks()):
+        reported.append(task)
+    assert sorted(reported) == list(range(6))
 
 
 def test_a_worker_that_does_not_come_is_waited_for_so_long_and_the_user_is_told(
@@ -87,8 +115,8 @@ def test_a_worker_that_does_not_come_is_waited_for_so_long_and_the_user_is_told(
     told: list[str] = []
     monkeypatch.setattr(crews, "START_TIMEOUT", 0.05)
     with pytest.raises(RuntimeError, match="no worker was ready within 0 seconds; free a"):
-        Crew(Nobody(None), 1, told.append).ready()
-    assert told == ["waiting for a worker to start: its place may be taken by others"]
+        Crew(Nobody(Died()), 1, told.append).ready()
+    assert told == ["waiting for a worker: it loads the model, or others have taken its place"]
 
 
 def test_stopping_stops_everybody_and_releases_the_pool() -> None:

@@ -10,10 +10,11 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
-from cpsbs.workers import Event, Failed, Pool, ProcessPool
+from cpsbs.workers import Crew, Done, Event, Failed, Pool, ProcessPool
 from cpsbs.workers.processes import Process
 from tests.workers.computing import Doubling, Making, results, values
 
@@ -54,12 +55,38 @@ class Deadly(ProcessPool):
 
     def send(self, worker: Process, task: Any) -> None:
         super().send(worker, task)
+        assert worker.connection.poll(60)  # until it says that it has begun
         kill(worker, signal.SIGKILL)
 
 
 def test_a_task_that_kills_its_workers_is_given_up() -> None:
     pool = Deadly(Making(Doubling(seconds=60)))
     assert in_a_thread(pool, [1]) == {1: Failed("RuntimeError", "its worker died 3 times")}
+
+
+def test_workers_that_die_while_they_are_idle_cost_no_task() -> None:
+    pool = Killable(Making(Doubling()))
+    crew = Crew(pool, 4)
+    try:
+        assert len(list(crew.compute(range(4)))) == 4
+        for worker in pool.started:
+            kill(worker, signal.SIGKILL)
+            worker.process.join()
+        assert [event for _, _, event in crew.compute([5])] == [Done(10, ANY)]
+    finally:
+        crew.stop()
+
+
+class Killable(ProcessPool):
+    """Remembers its processes."""
+
+    def __init__(self, make: Making) -> None:
+        super().__init__(make)
+        self.started: list[Process] = []
+
+    def start(self) -> Process:
+        self.started.append(super().start())
+        return self.started[-1]
 
 
 def test_a_worker_killed_as_it_starts_does_not_hang_the_run(

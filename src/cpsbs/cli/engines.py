@@ -11,10 +11,12 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import chain
-from typing import Any, Protocol
+from importlib.metadata import version
+from itertools import islice
+from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -27,12 +29,12 @@ from cpsbs.cli.terminal import print_message
 from cpsbs.fingerprint import model_fingerprint
 from cpsbs.search.more import Progress
 from cpsbs.search.parallel import threads_for
-from cpsbs.text import TextModel
+from cpsbs.text import TextModel, embedded_models
 from cpsbs.threads import map_in_threads
-from cpsbs.workers import Crew, Failed, Pool, RayPool, in_order
+from cpsbs.workers import Crew, Failed, RayPool, in_order
 
 GPU_BATCHES = 8
-"""How many batches a worker with a GPU gets at once.
+"""How many batches a worker with a GPU gets at once, after the first one.
 
 Texts of later ones take the places of texts that have ended (continuous batching).
 """
@@ -63,6 +65,8 @@ class Place:
     dtype: str
     device: str
     """The type of the device."""
+    libraries: str
+    """The libraries that compute, and their versions."""
     batch_size: int = field(compare=False)
     """The default for the number of texts to compute at once."""
 
@@ -78,6 +82,7 @@ class Place:
         return Place(
             model.quantize or str(model.model.dtype),
             model.model.device.type,
+            f"torch {torch.__version__}, transformers {version('transformers')}",
             default_batch_size(model, k, max_length),
         )
 
@@ -96,6 +101,10 @@ class Engine(ABC):
     @abstractmethod
     def prepare(self, k: int, max_length: int) -> Place:
         """Get ready, and return what results depend on; the arguments are those of ``Place.of``."""
+
+    @abstractmethod
+    def threads(self, alone: bool) -> int:
+        """Return how many threads compute a batch on a CPU, which decides the last digits."""
 
     @abstractmethod
     def compute(
@@ -123,29 +132,28 @@ class LocalEngine(Engine):
 
     def __init__(self, choice: ModelChoice) -> None:
         self.model = choice.load()
+        self._at_once = threads_for(self.model.sequence_model(["."]))
 
     def prepare(self, k: int, max_length: int) -> Place:
         """Return what results depend on here."""
         return Place.of(self.model, k, max_length)
 
+    def threads(self, alone: bool) -> int:
+        """Return how many threads compute a batch: one, where several batches share the cores."""
+        return torch.get_num_threads() if alone or self._at_once == 1 else 1
+
     def compute(
         self, work: Work, batches: Iterable[Batch], note: Note, alone: bool
     ) -> Iterator[list[Record]]:
         """Yield the records of each batch, in their order."""
-        rest = iter(batches)
-        first = next(rest, None)
-        if first is None:
-            return
-        every = chain([first], rest)
-        threads = 1 if alone else threads_for(self.model.sequence_model(first.prompts[:1]))
-        if threads == 1:
-            yield from work.records(self.model, every, note.captured)
+        if alone or self._at_once == 1:
+            yield from work.records(self.model, batches, note.captured)
             return
 
         def one(batch: Batch) -> list[Record]:
             return next(work.records(self.model, [batch], note.captured))
 
-        yield from map_in_threads(one, every, threads)
+        yield from map_in_threads(one, batches, self._at_once)
 
 
 class RayEngine(Engine):
@@ -169,10 +177,17 @@ class RayEngine(Engine):
 
     def prepare(self, k: int, max_length: int) -> Place:
         """Start the workers, and return what results depend on when the first one is ready."""
-        make = partial(BatchWorker, self._choice, self._cores, self.content, k, max_length)
-        pool, self._workers = ray_pool(
-            make, self._choice.device, self._address, self._workers, self._cores
+        choice, folder = self._choice, Path(self._choice.name)
+        if choice.name not in embedded_models() and folder.exists():
+            choice = replace(choice, name=str(folder.resolve()))  # workers have other folders
+        make = partial(
+            BatchWorker, choice, self.model.name, self.content, self._cores, k, max_length
         )
+        device = self._choice.device
+        gpus = None if device is None else float(torch.device(device).type != "cpu")
+        wait = self._workers is not None
+        pool = RayPool(make, self._cores, gpus, self._address, wait_for_room=wait)
+        self._workers = self._workers or pool.fitting
         self._crew = Crew(pool, self._workers, partial(print_message, "note"))
         place = self._crew.ready()
         assert isinstance(place, Place)
@@ -193,33 +208,31 @@ class RayEngine(Engine):
                 warnings.warn(warned, stacklevel=1)
             yield from event.value
 
+    def threads(self, alone: bool) -> int:
+        """Return the number of cores of a worker."""
+        return self._cores
+
     def close(self) -> None:
         """Stop the workers."""
         if self._crew is not None:
             self._crew.stop()
 
     def _groups(self, batches: Iterable[Batch]) -> Iterator[list[Batch]]:
-        """Yield the batches that a worker gets at once."""
-        rest = iter(batches)
-        if self._device == "cpu":
-            yield from ([batch] for batch in rest)
-            return
-        for first in rest:
-            group, most = [first], GPU_BATCHES * len(first.numbers)
-            while sum(len(batch.numbers) for batch in group) < most:
-                if (batch := next(rest, None)) is None:
-                    break
-                group.append(batch)
+        """Yield the batches that a worker gets at once; the first one comes alone, to be early."""
+        rest, most = iter(batches), 1
+        while group := list(islice(rest, most)):
             yield group
+            most = 1 if self._device == "cpu" else GPU_BATCHES
 
 
 class BatchWorker:
     """Computes batches of texts on a node of a cluster, with a model that it loads there.
 
     Args:
-        choice: the model.
+        choice: the model, as it is found on the node.
+        name: what results call it.
+        content: the fingerprint that it must have.
         cores: the number of threads to compute with.
-        content: the fingerprint that the model must have.
         k: the largest number of sequences for a text.
         max_length: the largest number of new tokens.
 
@@ -228,17 +241,18 @@ class BatchWorker:
     """
 
     def __init__(
-        self, choice: ModelChoice, cores: int, content: str, k: int, max_length: int
+        self, choice: ModelChoice, name: str, content: str, cores: int, k: int, max_length: int
     ) -> None:
         torch.set_num_threads(cores)
-        self._model = choice.load()
-        self.facts = Place.of(self._model, k, max_length)
-        found = content_of(self._model)
+        model = choice.load()
+        found = content_of(model)
         if found != content:
             raise ValueError(
                 f"the model {choice.name} has the fingerprint {found} there and {content} here; "
                 "copy the same files there"
             )
+        self._model = replace(model, name=name)
+        self.facts = Place.of(self._model, k, max_length)
 
     def compute(self, task: tuple[Work, list[Batch]]) -> list[list[Record]]:
         """Return the records of each batch."""
@@ -265,19 +279,6 @@ def chosen_engine(
         if value is not None:
             raise ValueError(f"{name} is {value}, which needs --engine ray; give that too")
     return LocalEngine(choice)
-
-
-def ray_pool(
-    make: Any, device: str | None, address: str | None, workers: int | None, cores: int
-) -> tuple[Pool, int]:
-    """Return workers on a Ray cluster, and how many there should be."""
-    from cpsbs.workers.cluster import connect
-
-    there = connect(address).cluster_resources()
-    on_gpu = there.get("GPU", 0) >= 1 if device is None else torch.device(device).type != "cpu"
-    fitting = there.get("GPU", 0) if on_gpu else there.get("CPU", 0) // cores
-    pool = RayPool(make, cores, float(on_gpu), address, wait_for_room=workers is not None)
-    return pool, workers or max(1, int(fitting))
 
 
 def _error(event: Failed, group: list[Batch]) -> Exception:

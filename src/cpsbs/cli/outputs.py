@@ -22,7 +22,6 @@ import json
 import os
 import re
 import secrets
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -89,7 +88,7 @@ class ResumableFile:
         self._mark = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()[:MARK]
         self._seen, self._total = seen, total
         self._windows: list[tuple[int, str]] = []  # how many records each has, and their mark
-        self._open_windows: deque[tuple[set[int], str]] = deque()  # what is missing, and its mark
+        self._missing: dict[int, str] = {}  # the mark of each record that is expected
         self._replay: Replay | None = None
         self._header = 0
         self._token = ""
@@ -113,17 +112,15 @@ class ResumableFile:
                 if len(done) < len(window.numbers):
                     self._end_replay()
         self._windows.append((len(window.numbers), mark))
-        if len(done) < len(window.numbers):
-            self._open_windows.append((set(window.numbers) - done, mark))
+        self._missing.update(dict.fromkeys(set(window.numbers) - done, mark))
         return done
 
     def write(self, records: list[Record]) -> None:
-        """Append records of the earliest windows; they count as done once they are on the disk."""
-        missing = {n: mark for numbers, mark in self._open_windows for n in numbers}
+        """Append records that are missing; they count as done once they are on the disk."""
         lines = {}
         for record in records:
             number = record["number"]
-            lines[number] = line = to_line({**record, "job": missing[number]})
+            lines[number] = line = to_line({**record, "job": self._missing[number]})
             if len(line) > LONGEST:
                 raise ValueError(
                     f"the result of text {number + 1} takes {len(line):,} bytes; a line of "
@@ -132,10 +129,8 @@ class ResumableFile:
         with self._explaining_errors():
             self._append(b"".join(lines.values()))
         self.count += len(lines)
-        for numbers, _ in self._open_windows:
-            numbers.difference_update(lines)
-        while self._open_windows and not self._open_windows[0][0]:
-            self._open_windows.popleft()
+        for number in lines:
+            del self._missing[number]
         if self._seen is not None:
             for record in records:
                 self._seen(record)

@@ -141,7 +141,7 @@ class Job:
     then: Callable[[], None] | None = None
     """Called when all results are there, before skipped lines are reported."""
 
-    def identity(self, place: Place, batch_size: int) -> Record:
+    def identity(self, place: Place, batch_size: int, alone: bool) -> Record:
         """Return what the results depend on besides the input, to the last digit on one machine."""
         return {
             **self.draw.settings.as_record(),
@@ -150,6 +150,7 @@ class Job:
             "model_content": self.engine.content,
             "dtype": place.dtype,
             "device": place.device,
+            **({"threads": self.engine.threads(alone)} if place.device == "cpu" else {}),
             "batch_size": batch_size,
             "version": __version__,
             **self.settings,
@@ -173,7 +174,7 @@ class Job:
         if self.output is None:
             self._print(windows, process)
         else:
-            self._store(self.output, self.identity(place, size), windows, process)
+            self._store(self.output, self.identity(place, size, alone), windows, process)
         if self.then is not None:
             self.then()
         skipped = self.source.skipped_lines()

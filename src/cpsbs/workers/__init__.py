@@ -11,12 +11,13 @@ disk.
 
 from cpsbs.workers.cluster import RayPool
 from cpsbs.workers.crew import TRIES, Crew, in_order
-from cpsbs.workers.pools import Done, Event, Failed, Make, Pool, Ready, Refused, Worker
+from cpsbs.workers.pools import Died, Done, Event, Failed, Make, Pool, Ready, Refused, Worker
 from cpsbs.workers.processes import ProcessPool
 
 __all__ = [
     "TRIES",
     "Crew",
+    "Died",
     "Done",
     "Event",
     "Failed",

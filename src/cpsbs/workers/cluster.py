@@ -16,7 +16,7 @@ import socket
 from typing import Any
 
 from cpsbs.extras import required
-from cpsbs.workers.pools import Event, Failed, Make, Pool, Refused, told
+from cpsbs.workers.pools import Died, Event, Failed, Make, Pool, Refused, told
 
 CLIENT = "ray://"
 
@@ -32,17 +32,24 @@ def connect(address: str | None) -> Any:
         ValueError: if there is no cluster at this address; it says what to do.
     """
     ray: Any = required("ray", "ray")
+    option = "RAY_ADDRESS" if address is None else "--address"
+    where = address or os.environ.get("RAY_ADDRESS")
     if ray.is_initialized():
+        connected = ray.get_runtime_context().gcs_address
+        if address not in (None, "auto", connected):
+            raise ValueError(
+                f"--address is {address}, but this process is connected to {connected}; call "
+                "ray.shutdown() first"
+            )
         return ray
-    if address is not None and address.startswith(CLIENT):
+    if where is not None and where.startswith(CLIENT):
         raise ValueError(
-            f"--address is {address}, which is that of a Ray client; run the command on a node of "
+            f"{option} is {where}, which is that of a Ray client; run the command on a node of "
             "the cluster, with --address auto"
         )
     # Ray reports events of the cluster on standard output, where results may go.
     os.environ.setdefault("RAY_SCHEDULER_EVENTS", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    where = address or os.environ.get("RAY_ADDRESS")
     options = {} if where else {"include_dashboard": False}
     try:
         _check_answers(_resolved(where))
@@ -58,7 +65,7 @@ def connect(address: str | None) -> Any:
                 f"Ray could not be started on this machine: {_line(error)}"
             ) from error
         raise ValueError(
-            f"--address is {where}, where no Ray cluster can be used: {_line(error)}; start one "
+            f"{option} is {where}, where no Ray cluster can be used: {_line(error)}; start one "
             "with 'ray start --head', or leave --address out to start one on this machine"
         ) from error
     return ray
@@ -92,10 +99,13 @@ class RayPool(Pool):
     Args:
         make: makes a worker on its node.
         cpus: the number of processors that a worker occupies.
-        gpus: the share of a GPU that it occupies.
+        gpus: the share of a GPU that it occupies; by default one, if the cluster has any.
         address: as for ``connect``.
         wait_for_room: whether to wait if the cluster has no room for any worker: its autoscaler may
             add a node.
+
+    Attributes:
+        fitting: the number of workers for which the cluster has room now, whoever uses it.
 
     Raises:
         ValueError: if there is no cluster, or no room for a worker in it.
@@ -105,7 +115,7 @@ class RayPool(Pool):
         self,
         make: Make,
         cpus: float = 1,
-        gpus: float = 0.0,
+        gpus: float | None = 0.0,
         address: str | None = None,
         wait_for_room: bool = False,
     ) -> None:
@@ -113,14 +123,25 @@ class RayPool(Pool):
 
         self._ours = not required("ray", "ray").is_initialized()
         self._ray = connect(address)
-        if not wait_for_room:
-            self._check_room({"CPU": float(cpus), "GPU": gpus})
+        try:
+            nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+            if gpus is None:
+                gpus = float(any(node.get("GPU", 0.0) >= 1 for node in nodes))
+            need = {name: float(n) for name, n in (("CPU", cpus), ("GPU", gpus)) if n}
+            self.fitting = sum(_fitting(node, need) for node in nodes)
+            if not self.fitting and not wait_for_room:
+                raise ValueError(_no_room(nodes, need))
+        except BaseException:
+            self.close()
+            raise
         options = {"num_cpus": cpus, "num_gpus": gpus, "max_restarts": 0}
         # Workers of one node share its memory bandwidth: use all nodes before one is full.
         self._actor = self._ray.remote(scheduling_strategy="SPREAD", **options)(_actor_class())
         self._arguments = (__version__, pickle.dumps(make))
         self._pending: dict[Any, Any] = {}
         """The call that each worker is at."""
+        self._begun: dict[Any, Any] = {}
+        """The call before it, which tells whether the worker had begun its task."""
 
     def start(self) -> Any:
         """Ask for one more actor, which starts as soon as there is room."""
@@ -130,11 +151,14 @@ class RayPool(Pool):
 
     def send(self, worker: Any, task: Any) -> None:
         """Start computing a task, without waiting for the result."""
+        self._begun[worker] = worker.begin.remote()
         self._pending[worker] = worker.compute.remote(task)
 
     def wait(self, workers: list[Any], timeout: float | None) -> list[tuple[Any, Event]]:
         """Wait for at least one actor, and return what they report."""
         calls = {self._pending[worker]: worker for worker in workers}
+        if not calls:
+            return []
         try:
             ready, _ = self._ray.wait(list(calls), num_returns=1, timeout=timeout)
         except self._ray.exceptions.RaySystemError as error:
@@ -149,18 +173,27 @@ class RayPool(Pool):
             # Not of the task itself, which reports its errors, but of what came or went.
             return Failed(type(error).__name__, _line(error))
         except errors.RayError:
+            event = Died(self._had_begun(worker))
             self.stop(worker)
-            return None
+            return event
         if isinstance(report, dict):
-            report = Refused(f"{report['where']}: {report['refused']}")
-        if isinstance(report, Refused):
-            self.stop(worker)
-        event: Event = report
-        return event
+            return Refused(f"{report['where']}: {report['refused']}")
+        found: Event = report
+        return found
+
+    def _had_begun(self, worker: Any) -> bool:
+        if (call := self._begun.get(worker)) is None:
+            return False
+        try:
+            self._ray.get(call, timeout=10)
+        except self._ray.exceptions.RayError:
+            return False
+        return True
 
     def stop(self, worker: Any) -> None:
         """Kill the actor."""
         self._pending.pop(worker, None)
+        self._begun.pop(worker, None)
         self._ray.kill(worker)
 
     def close(self) -> None:
@@ -168,14 +201,22 @@ class RayPool(Pool):
         if self._ours:
             self._ray.shutdown()
 
-    def _check_room(self, need: dict[str, float]) -> None:
-        there = self._ray.cluster_resources()
-        for name, amount in need.items():
-            if there.get(name, 0.0) < amount:
-                raise ValueError(
-                    f"the Ray cluster has {there.get(name, 0.0):g} {name}; a worker needs "
-                    f"{amount:g}. Add nodes, or choose another --device"
-                )
+
+def _fitting(node: dict[str, float], need: dict[str, float]) -> int:
+    """Return how many workers fit on a node with these resources."""
+    return int(min(node.get(name, 0.0) // amount for name, amount in need.items()))
+
+
+def _no_room(nodes: list[dict[str, float]], need: dict[str, float]) -> str:
+    """Return the message for a cluster none of whose nodes has room for a worker."""
+    wanted = " and ".join(f"{amount:g} {name}" for name, amount in need.items())
+    there = "; ".join(
+        ", ".join(f"{node.get(name, 0.0):g} {name}" for name in need) for node in nodes
+    )
+    return (
+        f"a worker needs {wanted} of one node; the nodes of the Ray cluster have {there}. Add a "
+        "larger node, use fewer --cores, or choose another --device"
+    )
 
 
 def _actor_class() -> type:
@@ -200,7 +241,7 @@ def _actor_class() -> type:
             try:
                 import cpsbs
             except Exception as error:
-                told = "" if isinstance(error, ModuleNotFoundError) else f" ({error})"
+                told = "" if getattr(error, "name", None) == "cpsbs" else f" ({error})"
                 why = f"cpsbs cannot be imported there{told}; install version {self._version}"
                 return {"where": where, "refused": why}
             if cpsbs.__version__ != self._version:
@@ -209,14 +250,17 @@ def _actor_class() -> type:
                     "install the same"
                 )
                 return {"where": where, "refused": why}
-            from cpsbs.workers.pools import made
-
             try:
+                from cpsbs.workers.pools import made
+
                 make = pickle.loads(self._make)
-            except Exception as error:  # a package that cpsbs needs is missing there
+            except Exception as error:  # other code, or a package that cpsbs needs is missing
                 return {"where": where, "refused": f"{type(error).__name__}: {error}"}
             self._worker, report = made(make, where)
             return report
+
+        def begin(self) -> None:
+            """Tell that the worker was alive when its task came."""
 
         def compute(self, task: Any) -> Any:
             from cpsbs.workers.pools import outcome

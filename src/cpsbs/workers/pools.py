@@ -60,8 +60,16 @@ class Failed:
     reason: str
 
 
-Event = Ready | Refused | Done | Failed | None
-"""What a worker reports; None means that it has died."""
+@dataclass(frozen=True)
+class Died:
+    """A worker has died."""
+
+    at_work: bool = False
+    """Whether it had begun the task that it was given; it may have died long before, while idle."""
+
+
+Event = Ready | Refused | Done | Failed | Died
+"""What a worker reports, or what is found out about it."""
 
 
 class Pool(ABC):
@@ -79,7 +87,8 @@ class Pool(ABC):
     def wait(self, workers: list[Any], timeout: float | None) -> list[tuple[Any, Event]]:
         """Return what at least one of these workers reports, or nothing after so many seconds.
 
-        Each of these workers is starting, or has a task. One that has died is gone.
+        Each of these workers is starting, or has a task. The pool forgets a worker once it has
+        reported its death.
         """
 
     @abstractmethod

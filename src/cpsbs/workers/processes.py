@@ -9,7 +9,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from cpsbs.workers.pools import Event, Make, Pool, Worker, made, outcome
+from cpsbs.workers.pools import Died, Event, Make, Pool, Worker, made, outcome
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +22,10 @@ class Process:
 
 class _Request:
     """The message with which a process requests what it makes its worker with."""
+
+
+class _Begun:
+    """The message with which a process says that it has read a task."""
 
 
 class ProcessPool(Pool):
@@ -38,6 +42,7 @@ class ProcessPool(Pool):
 
     def __init__(self, make: Make) -> None:
         self._make = make
+        self._at_work = set[Process]()
         self._context = multiprocessing.get_context("spawn")  # CUDA does not work after a fork
 
     def start(self) -> Process:
@@ -50,6 +55,7 @@ class ProcessPool(Pool):
 
     def send(self, worker: Process, task: Any) -> None:
         """Write a task to the pipe of a process."""
+        self._at_work.discard(worker)
         with suppress(OSError):  # the process has died, and ``wait`` will report it
             worker.connection.send(task)
 
@@ -63,14 +69,16 @@ class ProcessPool(Pool):
             for worker in workers:
                 if worker.connection in ready:
                     try:
-                        message: Event | _Request = worker.connection.recv()
+                        message: Event | _Request | _Begun = worker.connection.recv()
                         if isinstance(message, _Request):
                             self._hand_over(worker)
+                        elif isinstance(message, _Begun):
+                            self._at_work.add(worker)
                         else:
                             found.append((worker, message))
                     except (EOFError, OSError):
+                        found.append((worker, Died(worker in self._at_work)))
                         self.stop(worker)
-                        found.append((worker, None))
         return found
 
     def _hand_over(self, worker: Process) -> None:
@@ -78,6 +86,7 @@ class ProcessPool(Pool):
 
     def stop(self, worker: Process) -> None:
         """Close the pipe, which ends an idle process, and kill a busy one; it writes no files."""
+        self._at_work.discard(worker)
         worker.connection.close()
         worker.process.join(timeout=1.0)
         worker.process.kill()
@@ -92,6 +101,8 @@ def _serve(connection: Connection) -> None:
         worker, report = made(connection.recv(), "a process of this machine")
         connection.send(report)
         while worker is not None:
-            connection.send(outcome(worker, connection.recv()))
+            task = connection.recv()
+            connection.send(_Begun())
+            connection.send(outcome(worker, task))
     except (EOFError, OSError, KeyboardInterrupt):
         pass
