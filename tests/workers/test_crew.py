@@ -116,7 +116,7 @@ def test_a_worker_that_does_not_come_is_waited_for_so_long_and_the_user_is_told(
     monkeypatch.setattr(crews, "START_TIMEOUT", 0.05)
     with pytest.raises(RuntimeError, match="no worker was ready within 0 seconds; free a"):
         Crew(Nobody(Died()), 1, told.append).ready()
-    assert told == ["waiting for a worker: it loads the model, or others have taken its place"]
+    assert told == ["waiting for a worker: it loads the model, or others occupy its place"]
 
 
 def test_stopping_stops_everybody_and_releases_the_pool() -> None:

@@ -162,9 +162,7 @@ class Crew:
                     "use fewer --workers"
                 )
             if not noted:
-                self._note(
-                    "waiting for a worker: it loads the model, or others have taken its place"
-                )
+                self._note("waiting for a worker: it loads the model, or others occupy its place")
                 noted = True
 
     def _begin(self, worker: Any, event: Event, attempt: int) -> None:
