@@ -25,14 +25,19 @@ import torch
 
 import cpsbs
 from cpsbs.text import demonstration
+from cpsbs.workers import ProcessPool
 from tests.cli.test_commands import run
 from tests.models.folders import causal_folder
+from tests.workers.computing import Doubling, Making, results
 
 TEXTS = [text for text, _ in demonstration()]
 MINUTES = float(os.environ.get("CPSBS_SOAK_MINUTES", "30"))
 HOST_GROWTH = 64e6
-"""The most bytes by which the process may grow after the first third, beyond what noise explains:
-searches of other shapes leave other holes in the heap. One kept model has 50 MB."""
+"""The most bytes by which the last third may exceed the second one.
+
+Searches of other shapes leave other holes in the heap, for some fifty rounds. In half an hour a
+third has some hundred rounds, so that half a megabyte a round is found.
+"""
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,8 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
             assert ended.exit_code != 1 or "error: " in ended.stderr, (command, ended.stderr)
             statuses.add(ended.exit_code)
         left_early(loaded, number)
+        if number % 10 == 0:
+            assert len(results(ProcessPool(Making(Doubling())), range(3))) == 3
         for output in tmp_path.glob("out-*"):
             output.unlink()
         held.append(Held.now())
