@@ -1,8 +1,10 @@
-"""The compiled reading of scores is the reference's, for awkward numbers too."""
+"""What compiled loops read, find and draw is what the reference does, for awkward numbers too."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ import torch
 from cpsbs.backends import TORCH
 from cpsbs.backends.cpu import compiled
 from cpsbs.backends.cpu.backend import COMPILED
-from cpsbs.scores.reading import read
+from cpsbs.conditional_poisson.weights import CandidateWeights
+from cpsbs.designs.conditional_poisson import draw_poisson
+from cpsbs.randomness import Streams
+from cpsbs.scores.reading import beam_chunk_length, read
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +52,73 @@ def test_what_is_no_number_shows(bad: float, place: int) -> None:
 def test_without_a_compiler_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "a-compiler-that-is-not-there")
     assert compiled.library.__wrapped__() is None
+
+
+def offered(k: int, parents: int, temperature: float, temper: float = 0.3) -> Any:
+    """Return scores of 6 sources, some of whose hypotheses have ended, and log p of the parents."""
+    random = torch.Generator().manual_seed(k + parents)
+    log_prob = torch.rand((6, parents), generator=random, dtype=torch.float64).log_softmax(-1)
+    ended = torch.rand((6, parents), generator=random) < 0.3 * (parents > 1)
+    ended[:, 0] = False
+    row = (~ended).flatten().cumsum(0).view(6, parents) - 1
+    scores = torch.randn((int((~ended).sum()), 5000), generator=random) / temper
+    scores[0, 7] = -math.inf
+    row = row.masked_fill(ended, len(scores))
+    length = beam_chunk_length(parents, 5000, k, 4, COMPILED)
+    chunks = read(scores, temperature, length, 4, row, COMPILED)
+    return [replace(chunks, backend=backend) for backend in (COMPILED, TORCH)], log_prob
+
+
+@pytest.mark.parametrize(("k", "parents"), [(1, 1), (5, 1), (5, 5), (20, 20)])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_the_largest_candidates(k: int, parents: int, temperature: float) -> None:
+    (found, expected), log_prob = offered(k, parents, temperature)
+    for x, y in zip(found.normalize(log_prob), expected.normalize(log_prob), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+    offset = expected.normalize(log_prob)[1]
+    assert COMPILED.find_largest(found, offset, k) is not None
+    for x, y in zip(found.largest(offset, k), expected.largest(offset, k), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("k", "parents"), [(1, 5), (5, 5), (20, 20)])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+@pytest.mark.parametrize("odds", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+def test_conditional_poisson_samples_are_those_of_torch(
+    k: int, parents: int, temperature: float, odds: bool, separate: bool
+) -> None:
+    """The same items from the same random numbers, many times, with the same probabilities."""
+    tables, log_prob = offered(k, parents, temperature)
+    drawn = []
+    for chunks in tables:
+        weights = CandidateWeights(chunks, chunks.normalize(log_prob)[1], odds)
+        drawn.append([])
+        for n in range(40):
+            random = torch.Generator().manual_seed(n)
+            one_for_all = Streams(random, 6, torch.device("cpu"))
+            streams = Streams.split(n, 6, "cpu") if separate else one_for_all
+            drawn[-1].append(draw_poisson(weights, k, streams, False, chunks.backend))
+        fused = chunks.backend.draw_conditional_poisson(weights, k, Streams.split(0, 6, "cpu"))
+        assert (fused is None) == (chunks.backend is TORCH)
+    for found, expected in zip(*drawn, strict=True):
+        assert torch.equal(found.index, expected.index)
+        assert bool(found.present.all())
+        torch.testing.assert_close(found.log_inclusion, expected.log_inclusion, rtol=0, atol=2e-6)
+
+
+def test_sources_that_are_not_ordinary_are_left_to_torch() -> None:
+    """Certain candidates, fewer than K of them, and scores too far apart for float32."""
+    chunks, log_prob = offered(5, 5, 1.0)
+    for change in ("certain", "few", "apart"):
+        scores = chunks[0].scores.clone()
+        log_prob[2] = torch.tensor([0.0] + 4 * [-math.inf])
+        scores[2] = -math.inf if change == "few" else -1e9 if change == "apart" else -90.0
+        scores[2, 0, : 5 if change == "few" else 1] = 0.0
+        table = read(scores, 1.0, 64, 4, None, COMPILED)
+        weights = CandidateWeights(table, table.normalize(log_prob)[1], True)
+        streams = Streams.split(1, 6, "cpu")
+        assert COMPILED.draw_conditional_poisson(weights, 5, streams) is None
+        again = Streams.split(1, 6, "cpu")
+        row = torch.arange(6)
+        assert torch.equal(streams.uniform(row, (3,)), again.uniform(row, (3,)))

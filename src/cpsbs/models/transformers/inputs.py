@@ -104,7 +104,7 @@ def encoder_outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
 
     from cpsbs.models.transformers.direct.encoding import encoded
 
-    states = encoded(model, inputs)
+    states: Any = encoded(model, inputs)
     return {} if states is None else {"encoder_outputs": BaseModelOutput(states)}
 
 

@@ -40,6 +40,8 @@ class Prepared:
     verified: bool = False
     """Whether the decoder was compared with the model's own."""
     encoder_verified: bool = False
+    reason: Exception | None = None
+    """Why there are none."""
     logged: bool = False
 
 
@@ -60,7 +62,7 @@ def prepared(model: Any) -> Prepared:
             known.decoder = decoder_of(model)
             known.encoder = encoder_of(model)
         except Exception as error:
-            say(model, known, error)
+            known.reason = error
     return known
 
 

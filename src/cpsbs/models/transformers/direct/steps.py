@@ -77,6 +77,8 @@ def _begin(
     model: Any, inputs: Mapping[str, Any], rows: int, reference: Callable[[], OrdinarySteps]
 ) -> DirectSteps | None:
     known = prepared(model)
+    if known.reason is not None:
+        say(model, known, known.reason)
     if known.decoder is None or (rows > MOST_ROWS and library() is None):
         return None
     try:

@@ -1,0 +1,67 @@
+"""What compiled functions are given: the scores of a search, as ``scores.h`` describes them."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpsbs.backends.cpu.compiled import INTEGER, MOST_TERMS, POINTER
+from cpsbs.scores.reading import Chunks
+
+
+class Fields(ctypes.Structure):
+    """A structure that keeps the tensors alive whose addresses it holds."""
+
+    kept: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, **values: Any) -> Fields:
+        """Return the structure with these values; a tensor stands for its address."""
+        tensors = {name: x.contiguous() for name, x in values.items() if isinstance(x, Tensor)}
+        addresses = {name: x.data_ptr() for name, x in tensors.items()}
+        fields = cls(**{**values, **addresses})
+        fields.kept = tuple(tensors.values())
+        return fields
+
+
+class Scores(Fields):
+    """``scores`` in C."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("rows", "row", "maxima", "sums", "offset")),
+        *((name, INTEGER) for name in ("n", "sources", "parents", "tokens")),
+        *((name, INTEGER) for name in ("chunks", "length", "terms")),
+        ("temperature", ctypes.c_double),
+    )
+
+
+def scores_of(chunks: Chunks, offset: Tensor | None) -> Fields | None:
+    """Return scores as compiled functions read them, or None if they cannot.
+
+    Args:
+        chunks: the scores.
+        offset: [R, P] float64; None if the function does not need it.
+    """
+    fits = chunks.rows.dtype == torch.float32 and len(chunks.sums) <= MOST_TERMS
+    wide = chunks.maxima.numel() < 2**31 and chunks.rows.is_contiguous()
+    if not fits or not wide or chunks.maxima.numel() == 0:
+        return None
+    sources, parents, tokens = chunks.shape
+    return Scores.of(
+        rows=chunks.rows,
+        row=chunks.row,
+        maxima=chunks.maxima,
+        sums=chunks.sums,
+        offset=offset,
+        n=len(chunks.rows),
+        sources=sources,
+        parents=parents,
+        tokens=tokens,
+        chunks=chunks.maxima.shape[-1],
+        length=chunks.length,
+        terms=len(chunks.sums),
+        temperature=chunks.temperature,
+    )
