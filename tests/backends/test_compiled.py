@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from cpsbs.backends import TORCH
-from cpsbs.backends.cpu import compiled
+from cpsbs.backends.cpu import compiled, products
 from cpsbs.backends.cpu.backend import COMPILED
+from cpsbs.backends.cpu.products import PackedProduct
 from cpsbs.conditional_poisson.weights import CandidateWeights
 from cpsbs.designs.conditional_poisson import draw_poisson
 from cpsbs.randomness import Streams
@@ -90,7 +91,7 @@ def test_conditional_poisson_samples_are_those_of_torch(
 ) -> None:
     """The same items from the same random numbers, many times, with the same probabilities."""
     tables, log_prob = offered(k, parents, temperature)
-    drawn = []
+    drawn: list[list[Any]] = []
     for chunks in tables:
         weights = CandidateWeights(chunks, chunks.normalize(log_prob)[1], odds)
         drawn.append([])
@@ -122,3 +123,37 @@ def test_sources_that_are_not_ordinary_are_left_to_torch() -> None:
         again = Streams.split(1, 6, "cpu")
         row = torch.arange(6)
         assert torch.equal(streams.uniform(row, (3,)), again.uniform(row, (3,)))
+
+
+@pytest.mark.parametrize("n", [1, 6, 13])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 64), (40, 5), (7, 130)])
+@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+def test_packed_products(n: int, inputs: int, outputs: int, activation: str | None) -> None:
+    """In float32 and with int8 weights, where rounded inputs are multiplied without an error."""
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=random)
+        for shape in ((n, inputs), (outputs, inputs), (outputs,), (n, outputs))
+    )
+    act = {None: lambda y: y, "relu": torch.relu, "silu": torch.nn.functional.silu}[activation]
+    product = PackedProduct.pack(weight, bias, activation)
+    assert product is not None
+    torch.testing.assert_close(product(x, residual), act(x @ weight.T + bias) + residual)
+    torch.testing.assert_close(product(x[::2]), act(x[::2] @ weight.T + bias))
+    integers, scale = (20 * weight).round().clamp(-127, 127).to(torch.int8), weight[:, 0].abs()
+    quantized = PackedProduct.pack(integers, None, activation, scale)
+    if quantized is None:
+        assert inputs % 4 or not compiled.library().multiplies_bytes()
+        return
+    size = x.abs().amax(-1, keepdim=True) / 127
+    rounded = torch.floor(x * (127 / x.abs().amax(-1, keepdim=True)) + 128.5) - 128
+    wanted = (rounded @ integers.float().T) * scale * size
+    torch.testing.assert_close(quantized(x), act(wanted), rtol=1e-5, atol=1e-5)
+    quantized.replace_bias(bias)
+    found = quantized(x, residual)
+    torch.testing.assert_close(found, act(wanted + bias) + residual, rtol=1e-5, atol=1e-5)
+
+
+def test_products_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "library", lambda: None)
+    assert PackedProduct.pack(torch.ones((4, 4)), None) is None

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from cpsbs import TransformersModel, search
-from cpsbs.backends.cpu import compiled
+from cpsbs.backends.cpu import compiled, products
+from cpsbs.models.transformers import int8
 from cpsbs.models.transformers.direct import attention, decoder, encoder, prepared, steps
 from cpsbs.models.transformers.direct.encoding import encoded
 from cpsbs.models.transformers.direct.products import Product, onednn_packs
@@ -86,7 +87,7 @@ def wide(name: str) -> Any:
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with compiled loops, and with torch alone."""
     if request.param == "torch":
-        for module in (attention, steps, compiled):
+        for module in (attention, steps, compiled, products, int8):
             monkeypatch.setattr(module, "library", lambda: None)
     elif compiled.library() is None:
         pytest.skip("there is no C compiler")

@@ -48,6 +48,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "read_scores": [POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL, POINTER, POINTER],
     "round_rows": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
     "finish_rows": [POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER],
+    "multiplies_bytes": [],
+    "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],
     "poisson_laws": [POINTER, POINTER, POINTER],
@@ -57,8 +59,28 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 """The types of the arguments of each function."""
 
-RETURNING = ("find_largest", "poisson_laws")
-"""The functions that return whether they could do what they were asked for."""
+RETURNING = ("find_largest", "multiplies_bytes", "poisson_laws")
+"""The functions that return whether they can, or could, do what they are asked for."""
+
+
+class Fields(ctypes.Structure):
+    """A structure that keeps the tensors alive whose addresses it holds."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Fields:
+        """Return the structure with these values; a tensor stands for its address."""
+        fields = cls()
+        fields.kept = dict[str, Tensor]()
+        fields.replace(**values)
+        return fields
+
+    def replace(self, **values: Any) -> None:
+        """Replace some values."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self.kept[name] = value.contiguous()
+                value = self.kept[name].data_ptr()
+            setattr(self, name, value)
 
 
 @functools.cache

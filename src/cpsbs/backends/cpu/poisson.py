@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpsbs.backends.cpu.compiled import INTEGER, POINTER, address
-from cpsbs.backends.cpu.tables import Fields, scores_of
+from cpsbs.backends.cpu.compiled import INTEGER, POINTER, Fields, address
+from cpsbs.backends.cpu.tables import scores_of
 from cpsbs.conditional_poisson.bernoulli_sum import (
     TAIL_ODDS_LIMIT,
     Circle,

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpsbs.backends.cpu.compiled import INTEGER, MOST_TERMS, POINTER
+from cpsbs.backends.cpu.compiled import INTEGER, MOST_TERMS, POINTER, Fields
 from cpsbs.scores.reading import Chunks
-
-
-class Fields(ctypes.Structure):
-    """A structure that keeps the tensors alive whose addresses it holds."""
-
-    kept: tuple[Any, ...] = ()
-
-    @classmethod
-    def of(cls, **values: Any) -> Fields:
-        """Return the structure with these values; a tensor stands for its address."""
-        tensors = {name: x.contiguous() for name, x in values.items() if isinstance(x, Tensor)}
-        addresses = {name: x.data_ptr() for name, x in tensors.items()}
-        fields = cls(**{**values, **addresses})
-        fields.kept = tuple(tensors.values())
-        return fields
 
 
 class Scores(Fields):

@@ -1,9 +1,9 @@
 """Products with weight matrices, prepared once for many steps on a CPU.
 
-A step multiplies a few rows with every weight of the model. oneDNN does that in a layout of its own
-several times as fast for few rows, and adds the bias, the residual or the activation while it
-writes the result. Torch brings it, under names that it uses for compiled models. Where these are
-missing, ``torch.nn.functional.linear`` takes their place.
+A step multiplies a few rows with every weight of the model. Compiled loops do that with packed
+weights, and add the bias, the residual or the activation while they write the result. Where there
+is no compiler, oneDNN does it nearly as well; torch brings it, under names that it uses for
+compiled models. Where these are missing, ``torch.nn.functional.linear`` takes their place.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cpsbs.backends.cpu.products import ACTIVATIONS as COMPILED_ACTIVATIONS
+from cpsbs.backends.cpu.products import PackedProduct
 from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight
 
 ACTIVATIONS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
@@ -52,14 +54,22 @@ class Product:
         self._int8: Int8Weight | None = None
         self._weight: Tensor | None = None
         self._packed: Any = None
+        self._compiled: PackedProduct | None = None
+        fused = activation if activation in COMPILED_ACTIVATIONS else None
+        self._fuses = fused == activation
         given = [weight for weight, _ in weights]
         quantized = [weight for weight in given if isinstance(weight, Int8Weight)]
         if quantized:
             self._int8 = Int8Weight.below_each_other(quantized)
+            self._compiled = self._int8.packed(self._bias, fused)
             return
         plain = [weight.detach() for weight in given if isinstance(weight, Tensor)]
         self._weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-        if copy and onednn_packs():
+        if copy:
+            self._compiled = PackedProduct.pack(self._weight, self._bias, fused)
+        if self._compiled is not None:
+            self._weight = None
+        elif copy and onednn_packs():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
             self._weight = None
 
@@ -67,9 +77,14 @@ class Product:
         """Add another bias [out]."""
         bias = bias.detach()
         self._bias = bias if self._bias is None else self._bias + bias
+        if self._compiled is not None:
+            self._compiled.replace_bias(self._bias)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product for the rows x; ``residual`` [n, out] only without an activation."""
+        if self._compiled is not None:
+            y = self._compiled(x, residual)
+            return y if self._fuses or self._act is None else self._act(y)
         if self._packed is not None:
             products: Any = torch.ops.mkldnn._linear_pointwise
             if residual is not None:

@@ -1,0 +1,97 @@
+"""Products of rows with weight matrices by compiled loops (``products.c``).
+
+For few rows most of the time of torch's products is that of the call, and with int8 weights it
+needs three of them. These are as fast as torch's for many rows, and several times faster for few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cpsbs.backends.cpu.compiled import INTEGER, POINTER, Fields, address, library
+from cpsbs.scores.memory import scratch_buffer
+
+PANEL = 64
+"""The number of outputs whose weights lie side by side; ``PANEL`` in ``products.h``."""
+
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "swish": 2}
+"""The numbers of activations in ``products.c``, by the names of transformers."""
+
+ZERO = 128
+"""What is added to rounded inputs, because the processor multiplies unsigned with signed bytes."""
+
+
+class _Product(Fields):
+    """``product`` in C."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("weight", "scale", "correction", "bias")),
+        *((name, INTEGER) for name in ("inputs", "outputs", "activation")),
+    )
+
+
+class PackedProduct:
+    """x ↦ act(x Wᵀ + b) + residual for float32 rows x [n, in], with weights packed for it.
+
+    ``pack`` makes one where that is possible.
+    """
+
+    def __init__(self, fields: Fields, inputs: int, outputs: int) -> None:
+        self._fields, self._inputs, self._outputs = fields, inputs, outputs
+
+    @staticmethod
+    def pack(
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: str | None = None,
+        scale: Tensor | None = None,
+    ) -> PackedProduct | None:
+        """Return the product with a weight matrix, or None where there is no library for it.
+
+        Args:
+            weight: [out, in] float32, or int8 together with ``scale``.
+            bias: [out] or None.
+            activation: a name in ``ACTIVATIONS``.
+            scale: [out] what integer weights are multiplied by.
+        """
+        compiled, (outputs, inputs) = library(), weight.shape
+        if compiled is None or activation not in ACTIVATIONS or not weight.numel():
+            return None
+        more, correction, group = (0, -outputs % PANEL), None, 1
+        if scale is not None:
+            group = 4  # of inputs, which are multiplied and added up by one instruction
+            if not compiled.multiplies_bytes() or inputs % group:
+                return None
+            scale = pad(scale, more)
+            correction = pad(-ZERO * weight.sum(1, dtype=torch.int32), more)
+        panels = pad(weight.detach(), (0, 0, *more)).view(-1, PANEL, inputs // group, group)
+        fields = _Product.of(
+            weight=panels.transpose(1, 2),
+            scale=scale,
+            correction=correction,
+            bias=None if bias is None else bias.detach(),
+            inputs=inputs,
+            outputs=outputs,
+            activation=ACTIVATIONS[activation],
+        )
+        return PackedProduct(fields, inputs, outputs)
+
+    def replace_bias(self, bias: Tensor) -> None:
+        """Add another bias [out] from now on."""
+        self._fields.replace(bias=bias)
+
+    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """Return act(x Wᵀ + b) + residual for rows x [n, in] and a residual [n, out]."""
+        x = x.contiguous()
+        residual = None if residual is None else residual.contiguous()
+        out = torch.empty((len(x), self._outputs))
+        scratch = scratch_buffer(len(x) * (self._inputs + 4) // 8 + 1, x.device)
+        compiled = library()
+        assert compiled is not None
+        given = (ctypes.addressof(self._fields), address(x), len(x))
+        compiled.multiply(*given, address(residual), address(out), address(scratch))
+        return out
