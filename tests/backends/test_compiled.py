@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -127,7 +128,7 @@ def test_sources_that_are_not_ordinary_are_left_to_torch() -> None:
 
 @pytest.mark.parametrize("n", [1, 6, 13])
 @pytest.mark.parametrize(("inputs", "outputs"), [(16, 64), (40, 5), (7, 130)])
-@pytest.mark.parametrize("activation", [None, "relu", "silu"])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_new"])
 def test_packed_products(n: int, inputs: int, outputs: int, activation: str | None) -> None:
     """In float32 and with int8 weights, where rounded inputs are multiplied without an error."""
     random = torch.Generator().manual_seed(0)
@@ -135,7 +136,10 @@ def test_packed_products(n: int, inputs: int, outputs: int, activation: str | No
         torch.randn(shape, generator=random)
         for shape in ((n, inputs), (outputs, inputs), (outputs,), (n, outputs))
     )
-    act = {None: lambda y: y, "relu": torch.relu, "silu": torch.nn.functional.silu}[activation]
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    silu = torch.nn.functional.silu
+    acts: dict[str | None, Any] = {"relu": torch.relu, "silu": silu, "gelu_new": gelu}
+    act = acts.get(activation, lambda y: y)
     product = PackedProduct.pack(weight, bias, activation)
     assert product is not None
     torch.testing.assert_close(product(x, residual), act(x @ weight.T + bias) + residual)
@@ -143,7 +147,8 @@ def test_packed_products(n: int, inputs: int, outputs: int, activation: str | No
     integers, scale = (20 * weight).round().clamp(-127, 127).to(torch.int8), weight[:, 0].abs()
     quantized = PackedProduct.pack(integers, None, activation, scale)
     if quantized is None:
-        assert inputs % 4 or not compiled.library().multiplies_bytes()
+        library: Any = compiled.library()
+        assert inputs % 4 or not library.multiplies_bytes()
         return
     size = x.abs().amax(-1, keepdim=True) / 127
     rounded = torch.floor(x * (127 / x.abs().amax(-1, keepdim=True)) + 128.5) - 128

@@ -23,7 +23,14 @@ from transformers import (
 from cpsbs import TransformersModel, search
 from cpsbs.backends.cpu import compiled, products
 from cpsbs.models.transformers import int8
-from cpsbs.models.transformers.direct import attention, decoder, encoder, prepared, steps
+from cpsbs.models.transformers.direct import (
+    attention,
+    compiled_layers,
+    decoder,
+    encoder,
+    prepared,
+    steps,
+)
 from cpsbs.models.transformers.direct.encoding import encoded
 from cpsbs.models.transformers.direct.products import Product, onednn_packs
 from cpsbs.models.transformers.int8 import quantize
@@ -87,7 +94,8 @@ def wide(name: str) -> Any:
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with compiled loops, and with torch alone."""
     if request.param == "torch":
-        for module in (attention, steps, compiled, products, int8):
+        modules = (attention, steps, compiled, products, int8, decoder, encoder, compiled_layers)
+        for module in modules:
             monkeypatch.setattr(module, "library", lambda: None)
     elif compiled.library() is None:
         pytest.skip("there is no C compiler")
@@ -194,6 +202,16 @@ def test_wrong_states_are_noticed_and_not_used(
         _, found = steps_of(model)
     assert "the states of the encoder differ by 0.01" in caplog.text
     torch.testing.assert_close(found, steps_of(wide("marian"))[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_are_one_call_where_their_parts_are_compiled(name: str) -> None:
+    """Llama has a gate and positions that rotate; BART has an activation that only torch has."""
+    if compiled.library() is None:
+        pytest.skip("there is no C compiler")
+    direct = steps_of(wide(name))[0]._direct
+    assert direct is not None
+    assert (direct._decoder._compiled is not None) == (name in ("marian", "gpt2"))
 
 
 def test_processors_see_the_whole_prefix() -> None:

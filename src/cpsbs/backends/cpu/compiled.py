@@ -50,6 +50,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "finish_rows": [POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "multiplies_bytes": [],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
+    "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],
     "poisson_laws": [POINTER, POINTER, POINTER],

@@ -88,7 +88,7 @@ def draw(compiled: Any, weights: CandidateWeights, k: int, streams: Streams) -> 
     Then no random number has been drawn. Ordinary are sources with many candidates, none of which
     is certain or weighs so much that the tail needs more power sums or a larger head.
     """
-    n, size, terms = weights.shape[1], head_size(k), len(weights.chunks.sums)
+    n, size, terms = weights.shape[1], head_size(k), weights.chunks.sums.shape[0]
     scores = scores_of(weights.chunks, weights.offset)
     budget = 1 + block_size(CPU) // (1 + size)
     if scores is None or not 0 < 4 * size < n or terms < 2 or k < 1 or weights.shape[0] > budget:
@@ -123,18 +123,18 @@ def _flip(
     compiled: Any, given: list[int], index: Tensor, size: int, n: int, streams: Streams
 ) -> Tensor:
     """Put the items of the head that come up into ``index`` [R, K]; return their numbers [R]."""
-    heads = torch.zeros(len(index), dtype=torch.int64)
-    batch = shared_arange(len(index), CPU)
+    heads = torch.zeros(index.shape[0], dtype=torch.int64)
+    batch = shared_arange(index.shape[0], CPU)
     budget = 1 + block_size(CPU) // (1 + size)
     enough = 4 * math.ceil(math.sqrt(variance_bound(index.shape[1], size)))
     tries = min(FIRST_TRIES, enough)
-    while len(batch) > 0:
+    while batch.shape[0] > 0:
         if not streams.separate:
-            tries = max(1, min(budget // len(batch), enough))
+            tries = max(1, min(budget // batch.shape[0], enough))
         uniform = streams.uniform(batch, (tries, size + 1))
-        accepted = torch.empty(len(batch), dtype=torch.bool)
+        accepted = torch.empty(batch.shape[0], dtype=torch.bool)
         into = [address(x) for x in (uniform, index, heads, accepted)]
-        compiled.poisson_flips(*given, address(batch), len(batch), tries, *into)
+        compiled.poisson_flips(*given, address(batch), batch.shape[0], tries, *into)
         batch, tries = batch[~accepted], min(2 * tries, enough)
     return heads
 
@@ -146,11 +146,11 @@ def _fill(
     k = index.shape[1]
     pending = (heads < k).nonzero()[:, 0]
     budget = 1 + block_size(CPU) // (k * length)
-    for start in range(0, len(pending), budget):
+    for start in range(0, pending.shape[0], budget):
         left = pending[start : start + budget].contiguous()
-        while len(left) > 0:
+        while left.shape[0] > 0:
             uniform = streams.uniform(left, (k, 2))
-            filled = torch.empty(len(left), dtype=torch.bool)
+            filled = torch.empty(left.shape[0], dtype=torch.bool)
             into = [address(x) for x in (uniform, heads, index, filled)]
-            compiled.poisson_fill(*given, address(left), len(left), *into)
+            compiled.poisson_fill(*given, address(left), left.shape[0], *into)
             left = left[~filled]

@@ -19,8 +19,11 @@
 static inline vec activated(vec x, int64_t activation) {
     if (activation == 1) return larger(x, filled(0));
     if (activation == 0) return x;
-    ivec negative = x < 0.0f;
-    vec e = exponential((vec)(((ivec)x & negative) | ((ivec)-x & ~negative)));
+    /* What follows is x times a sigmoid: of x, or for gelu of another function. */
+    vec y = x;
+    if (activation == 3) y = 1.5957691216f * (x + 0.044715f * x * x * x);
+    ivec negative = y < 0.0f;
+    vec e = exponential((vec)(((ivec)y & negative) | ((ivec)-y & ~negative)));
     vec top = (vec)(((ivec)e & negative) | ((ivec)filled(1) & ~negative));
     return x * (top / (1.0f + e));
 }

@@ -18,7 +18,7 @@ from cpsbs.scores.memory import scratch_buffer
 PANEL = 64
 """The number of outputs whose weights lie side by side; ``PANEL`` in ``products.h``."""
 
-ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "swish": 2}
+ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "swish": 2, "gelu_new": 3}
 """The numbers of activations in ``products.c``, by the names of transformers."""
 
 ZERO = 128
@@ -41,7 +41,7 @@ class PackedProduct:
     """
 
     def __init__(self, fields: Fields, inputs: int, outputs: int) -> None:
-        self._fields, self._inputs, self._outputs = fields, inputs, outputs
+        self._fields, self.inputs, self._outputs = fields, inputs, outputs
 
     @staticmethod
     def pack(
@@ -80,6 +80,11 @@ class PackedProduct:
         )
         return PackedProduct(fields, inputs, outputs)
 
+    @property
+    def address(self) -> int:
+        """Where other compiled functions find the product."""
+        return ctypes.addressof(self._fields)
+
     def replace_bias(self, bias: Tensor) -> None:
         """Add another bias [out] from now on."""
         self._fields.replace(bias=bias)
@@ -88,10 +93,11 @@ class PackedProduct:
         """Return act(x Wᵀ + b) + residual for rows x [n, in] and a residual [n, out]."""
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
-        out = torch.empty((len(x), self._outputs))
-        scratch = scratch_buffer(len(x) * (self._inputs + 4) // 8 + 1, x.device)
+        rows = x.shape[0]
+        out = torch.empty((rows, self._outputs))
+        scratch = scratch_buffer(rows * (self.inputs + 4) // 8 + 1, x.device)
         compiled = library()
         assert compiled is not None
-        given = (ctypes.addressof(self._fields), address(x), len(x))
+        given = (ctypes.addressof(self._fields), address(x), rows)
         compiled.multiply(*given, address(residual), address(out), address(scratch))
         return out

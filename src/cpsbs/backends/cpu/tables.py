@@ -29,7 +29,7 @@ def scores_of(chunks: Chunks, offset: Tensor | None) -> Fields | None:
         chunks: the scores.
         offset: [R, P] float64; None if the function does not need it.
     """
-    fits = chunks.rows.dtype == torch.float32 and len(chunks.sums) <= MOST_TERMS
+    fits = chunks.rows.dtype == torch.float32 and chunks.sums.shape[0] <= MOST_TERMS
     wide = chunks.maxima.numel() < 2**31 and chunks.rows.is_contiguous()
     if not fits or not wide or chunks.maxima.numel() == 0:
         return None
@@ -40,12 +40,12 @@ def scores_of(chunks: Chunks, offset: Tensor | None) -> Fields | None:
         maxima=chunks.maxima,
         sums=chunks.sums,
         offset=offset,
-        n=len(chunks.rows),
+        n=chunks.rows.shape[0],
         sources=sources,
         parents=parents,
         tokens=tokens,
         chunks=chunks.maxima.shape[-1],
         length=chunks.length,
-        terms=len(chunks.sums),
+        terms=chunks.sums.shape[0],
         temperature=chunks.temperature,
     )

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from cpsbs.backends.cpu.compiled import library
 from cpsbs.models.transformers.direct.attention import Heads, attend
+from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
 from cpsbs.models.transformers.direct.layers import (
     Cross,
     Embed,
@@ -54,6 +56,14 @@ class Decoder:
         """
         position = slots.table.length - 1  # of the new tokens
         x = self.embed(token, position)
+        whole = self._compiled if self.rotate is None and library() is not None else None
+        if whole is not None and (encoded is None or self.layers[0].cross is not None):
+            if encoded is None:
+                x = whole.run(x, slots)
+            else:
+                table = encoded.table(slots.table)
+                x = whole.run(x, slots, table, encoded.layers, encoded.length)
+            return self.head(x if self.norm is None else self.norm(x))
         rotate = None if self.rotate is None else self.rotate(position)
         for number, layer in enumerate(self.layers):
             attend_to_prefix = partial(attend_to_rows, layer, number, self.heads, slots, rotate)
@@ -65,6 +75,10 @@ class Decoder:
                 x = block(self.norm_first, layer.cross.norm, x, attend_to_source)
             x = block(self.norm_first, layer.feed_norm, x, layer.feed)
         return self.head(x if self.norm is None else self.norm(x))
+
+    @cached_property
+    def _compiled(self) -> CompiledLayers | None:
+        return CompiledLayers.of(self.layers, self.heads, self.norm_first)
 
     def _attend_to_source(
         self,

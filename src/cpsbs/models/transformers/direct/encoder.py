@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from cpsbs.backends.cpu.compiled import library
 from cpsbs.models.transformers.direct.attention import Heads
+from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
 from cpsbs.models.transformers.direct.layers import Embed, Layer, Norm, attend_to_rows, block
 from cpsbs.models.transformers.direct.slots import Table
 
@@ -35,7 +37,10 @@ class Encoder:
         source, position = mask.nonzero(as_tuple=True)
         x = self.embed(tokens[source, position], position)
         rows = _AllRows(mask, source, self.heads)
-        for layer in self.layers:
+        whole = self._compiled if library() is not None else None
+        if whole is not None:
+            x = whole.run(x, rows)
+        for layer in self.layers if whole is None else ():
             attend_to_source = partial(attend_to_rows, layer, 0, self.heads, rows, None)
             x = block(self.norm_first, layer.norm, x, attend_to_source)
             x = block(self.norm_first, layer.feed_norm, x, layer.feed)
@@ -43,6 +48,10 @@ class Encoder:
         states = torch.zeros((*mask.shape, x.shape[-1]))
         states[source, position] = x
         return states
+
+    @cached_property
+    def _compiled(self) -> CompiledLayers | None:
+        return CompiledLayers.of(self.layers, self.heads, self.norm_first)
 
 
 class _AllRows:

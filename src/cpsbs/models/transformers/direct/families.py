@@ -13,12 +13,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, layer_norm, silu
+from torch.nn.functional import embedding, silu
 
 from cpsbs.models.transformers.direct.attention import Heads
 from cpsbs.models.transformers.direct.decoder import Decoder
 from cpsbs.models.transformers.direct.encoder import Encoder
-from cpsbs.models.transformers.direct.layers import Cross, Embed, Layer, Norm
+from cpsbs.models.transformers.direct.layers import (
+    Cross,
+    Embed,
+    Layer,
+    LayerNorm,
+    Norm,
+    UpAndDown,
+)
 from cpsbs.models.transformers.direct.products import ACTIVATIONS, Product, product_of
 from cpsbs.models.transformers.int8 import Int8Linear
 
@@ -89,8 +96,10 @@ def _activation(name: str) -> str:
 
 
 def _layer_norm(module: nn.LayerNorm) -> Norm:
-    shape, weight, bias, eps = module.normalized_shape, module.weight, module.bias, module.eps
-    return lambda x: layer_norm(x, shape, weight, bias, eps)
+    if len(module.normalized_shape) != 1 or module.weight is None:
+        raise UnknownArchitectureError("a norm has no weight, or is over several dimensions")
+    bias = None if module.bias is None else module.bias.detach()
+    return LayerNorm(module.weight.detach(), bias, module.eps)
 
 
 def _bart(model: Any) -> Decoder:
@@ -141,7 +150,7 @@ def _bart_layers(stack: Any, model: Any) -> list[Layer]:
                 product_of(own.out_proj, copy=copy),
                 None,
                 _layer_norm(layer.final_layer_norm),
-                partial(_up_and_down, up, down),
+                UpAndDown(up, down),
             )
         )
     return layers
@@ -181,7 +190,7 @@ def _gpt2(model: Any) -> Decoder:
                 product(block.attn.c_proj),
                 None,
                 _layer_norm(block.ln_2),
-                partial(_up_and_down, up, down),
+                UpAndDown(up, down),
             )
         )
     attention = decoder.h[0].attn
@@ -255,10 +264,6 @@ def _embed(
     return x if norm is None else norm(x)
 
 
-def _up_and_down(up: Product, down: Product, x: Tensor, residual: Tensor) -> Tensor:
-    return down(up(x), residual)
-
-
 def _gated(both: Product, down: Product, x: Tensor, residual: Tensor) -> Tensor:
     gate, up = both(x).chunk(2, dim=-1)
     return down(silu(gate).mul_(up), residual)
@@ -292,5 +297,9 @@ def _head(layer: Any, bias: Tensor | None, copy: bool) -> Product:
 
 def parameters(model: nn.Module) -> Iterable[Tensor]:
     """Yield all tensors that a step of the model depends on."""
-    yield from model.parameters()
-    yield from model.buffers()
+    left = [model]  # ``model.parameters()`` takes many times as long, because it makes up names
+    while left:
+        module = left.pop()
+        left += (x for x in module._modules.values() if x is not None)
+        for some in (module._parameters, module._buffers):
+            yield from (x for x in some.values() if x is not None)

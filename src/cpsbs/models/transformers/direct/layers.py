@@ -23,6 +23,34 @@ Norm = Callable[[Tensor], Tensor]
 FeedForward = Callable[[Tensor, Tensor], Tensor]
 """Maps rows [n, d] and a residual [n, d] to the output of the feed-forward block + residual."""
 
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Rows less their means, over their standard deviations, with a weight and a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised rows."""
+        return torch.nn.functional.layer_norm(
+            x, self.weight.shape, self.weight, self.bias, self.eps
+        )
+
+
+@dataclass(frozen=True)
+class UpAndDown:
+    """A feed-forward block of two products, the first with an activation."""
+
+    up: Product
+    down: Product
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the output of the block + residual."""
+        return self.down(self.up(x), residual)
+
+
 Embed = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [n] and their positions [n] to rows [n, d]."""
 

@@ -54,20 +54,21 @@ class Product:
         self._int8: Int8Weight | None = None
         self._weight: Tensor | None = None
         self._packed: Any = None
-        self._compiled: PackedProduct | None = None
-        fused = activation if activation in COMPILED_ACTIVATIONS else None
-        self._fuses = fused == activation
+        self.compiled: PackedProduct | None = None
+        """The product by compiled loops, with bias and activation; None if there is none."""
+        fuses = activation in COMPILED_ACTIVATIONS
         given = [weight for weight, _ in weights]
+        self.inputs, self.outputs = given[0].shape[1], sum(weight.shape[0] for weight in given)
         quantized = [weight for weight in given if isinstance(weight, Int8Weight)]
         if quantized:
             self._int8 = Int8Weight.below_each_other(quantized)
-            self._compiled = self._int8.packed(self._bias, fused)
+            self.compiled = self._int8.packed(self._bias, activation) if fuses else None
             return
         plain = [weight.detach() for weight in given if isinstance(weight, Tensor)]
         self._weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-        if copy:
-            self._compiled = PackedProduct.pack(self._weight, self._bias, fused)
-        if self._compiled is not None:
+        if copy and fuses:
+            self.compiled = PackedProduct.pack(self._weight, self._bias, activation)
+        if self.compiled is not None:
             self._weight = None
         elif copy and onednn_packs():
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
@@ -77,14 +78,13 @@ class Product:
         """Add another bias [out]."""
         bias = bias.detach()
         self._bias = bias if self._bias is None else self._bias + bias
-        if self._compiled is not None:
-            self._compiled.replace_bias(self._bias)
+        if self.compiled is not None:
+            self.compiled.replace_bias(self._bias)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product for the rows x; ``residual`` [n, out] only without an activation."""
-        if self._compiled is not None:
-            y = self._compiled(x, residual)
-            return y if self._fuses or self._act is None else self._act(y)
+        if self.compiled is not None:
+            return self.compiled(x, residual)
         if self._packed is not None:
             products: Any = torch.ops.mkldnn._linear_pointwise
             if residual is not None:
