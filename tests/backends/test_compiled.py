@@ -16,8 +16,13 @@ from cpsbs.backends.cpu.backend import COMPILED
 from cpsbs.backends.cpu.products import PackedProduct
 from cpsbs.conditional_poisson.weights import CandidateWeights
 from cpsbs.designs.conditional_poisson import draw_poisson
+from cpsbs.designs.top_k import TopK
 from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
 from cpsbs.scores.reading import beam_chunk_length, read
+from cpsbs.search.beams import Hypotheses
+from cpsbs.search.recursion import extended
+from cpsbs.search.settings import SearchSettings
 
 
 @pytest.fixture(autouse=True)
@@ -162,3 +167,31 @@ def test_packed_products(n: int, inputs: int, outputs: int, activation: str | No
 def test_products_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "library", lambda: None)
     assert PackedProduct.pack(torch.ones((4, 4)), None) is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_hypotheses_are_extended_as_by_torch(known: bool) -> None:
+    """Places that stay empty, hypotheses that have ended, and tokens that end them."""
+    tables, log_prob = offered(5, 5, 1.0)
+    random = torch.Generator().manual_seed(5)
+    shape, settings = (6, 5), SearchSettings(5, TopK(), 9)
+    streams = Streams.split(0, 6, "cpu")
+    roots = Hypotheses.roots(settings, streams, torch.arange(6))
+    ended = tables[0].row == len(tables[0].rows)
+    past = -torch.rand(shape, generator=random, dtype=torch.float64)
+    length = torch.randint(1, 9, shape, generator=random)
+    beam = replace(roots, length=length, log_prob=log_prob, finished=ended, log_inclusion=past)
+    index = torch.randint(25000, shape, generator=random)
+    index[ended] = 5000 * torch.arange(5).expand(shape)[ended]
+    present = torch.rand(shape, generator=random) < 0.8
+    selection = Selection(index, present, past - 1 if known else None)
+    ends = tuple(range(0, 5000, 7))
+    found, expected = (
+        extended(beam, Candidates(log_prob, chunks, ended), selection, ends, 3) for chunks in tables
+    )
+    assert COMPILED.extends(Candidates(log_prob, tables[0], ended))
+    assert torch.equal(found.parent, expected.parent)
+    assert bool(found.broken) == bool(expected.broken)
+    assert (found.beam.log_inclusion is None) == (not known)
+    for x, y in zip(found.beam.tensors(), expected.beam.tensors(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)

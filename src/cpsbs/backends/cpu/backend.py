@@ -6,7 +6,7 @@ They read float32 scores; whatever else there is, or where there is no C compile
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from cpsbs.backends.cpu.compiled import MOST_TERMS, address, library
 if TYPE_CHECKING:
     from cpsbs.conditional_poisson.weights import Weights
     from cpsbs.randomness import Streams
-    from cpsbs.scores.candidates import Selection
+    from cpsbs.scores.candidates import Candidates, Selection
     from cpsbs.scores.reading import Chunks, Largest
 
 
@@ -79,6 +79,26 @@ class CompiledBackend(Backend):
         if compiled is None or not isinstance(weights, CandidateWeights):
             return None
         return poisson.draw(compiled, weights, k, streams)
+
+    def extends(self, candidates: Candidates) -> bool:
+        """Return whether compiled functions can read these scores."""
+        from cpsbs.backends.cpu.tables import scores_of
+
+        return library() is not None and scores_of(candidates.chunks, None) is not None
+
+    def extend(
+        self,
+        beam: Any,
+        candidates: Candidates,
+        selection: Selection,
+        eos: Tensor,
+        pad: int,
+        into: Any,
+    ) -> None:
+        """Write all that a hypothesis holds in one call."""
+        from cpsbs.backends.cpu.extending import extend
+
+        extend(library(), beam, candidates, selection, eos, pad, into)
 
 
 MOST_SORTED = 64

@@ -50,6 +50,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "finish_rows": [POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "multiplies_bytes": [],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
+    "extend": [POINTER, POINTER],
     "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],
@@ -129,6 +130,11 @@ def _processor() -> str:
         return platform.processor()
     kinds = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def attends(dim: int) -> bool:
+    """Return whether attention is compiled for heads of this size."""
+    return library() is not None and dim % LANES == 0
 
 
 def address(x: Tensor | None) -> int | None:

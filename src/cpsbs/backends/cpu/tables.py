@@ -29,12 +29,16 @@ def scores_of(chunks: Chunks, offset: Tensor | None) -> Fields | None:
         chunks: the scores.
         offset: [R, P] float64; None if the function does not need it.
     """
+    known: Fields | None = chunks.memo.get("scores")
+    if known is not None:
+        known.replace(offset=offset)
+        return known
     fits = chunks.rows.dtype == torch.float32 and chunks.sums.shape[0] <= MOST_TERMS
     wide = chunks.maxima.numel() < 2**31 and chunks.rows.is_contiguous()
     if not fits or not wide or chunks.maxima.numel() == 0:
         return None
     sources, parents, tokens = chunks.shape
-    return Scores.of(
+    chunks.memo["scores"] = fields = Scores.of(
         rows=chunks.rows,
         row=chunks.row,
         maxima=chunks.maxima,
@@ -49,3 +53,4 @@ def scores_of(chunks: Chunks, offset: Tensor | None) -> Fields | None:
         terms=chunks.sums.shape[0],
         temperature=chunks.temperature,
     )
+    return fields

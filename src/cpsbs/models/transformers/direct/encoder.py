@@ -12,7 +12,7 @@ from cpsbs.backends.cpu.compiled import library
 from cpsbs.models.transformers.direct.attention import Heads
 from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
 from cpsbs.models.transformers.direct.layers import Embed, Layer, Norm, attend_to_rows, block
-from cpsbs.models.transformers.direct.slots import Table
+from cpsbs.models.transformers.direct.slots import Table, memory_for_slots
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class _AllRows:
     def __init__(self, mask: Tensor, source: Tensor, heads: Heads) -> None:
         lengths = mask.sum(-1, dtype=torch.int32)
         self.capacity = self.used = int(lengths.max())
-        # Masked products multiply what is in empty slots by zero: it must be finite.
         size = len(mask) * heads.keys * self.capacity * heads.dim
-        self.memory = [torch.zeros(size), torch.zeros(size)]
+        self.memory = [memory_for_slots(size, heads.dim) for _ in range(2)]
         slot = torch.arange(self.capacity, dtype=torch.int32)
         self.new = (mask.cumsum(-1, dtype=torch.int32) - 1)[mask]
         one = torch.zeros(len(source), dtype=torch.int32)
