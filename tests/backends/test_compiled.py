@@ -145,14 +145,16 @@ def test_packed_products(n: int, inputs: int, outputs: int, activation: str | No
     silu = torch.nn.functional.silu
     acts: dict[str | None, Any] = {"relu": torch.relu, "silu": silu, "gelu_new": gelu}
     act = acts.get(activation, lambda y: y)
+    library: Any = compiled.library()
     product = PackedProduct.pack(weight, bias, activation)
-    assert product is not None
+    assert (product is not None) == bool(library.multiplies_floats())
+    if product is None:
+        pytest.skip("this processor has other products")
     torch.testing.assert_close(product(x, residual), act(x @ weight.T + bias) + residual)
     torch.testing.assert_close(product(x[::2]), act(x[::2] @ weight.T + bias))
     integers, scale = (20 * weight).round().clamp(-127, 127).to(torch.int8), weight[:, 0].abs()
     quantized = PackedProduct.pack(integers, None, activation, scale)
     if quantized is None:
-        library: Any = compiled.library()
         assert inputs % 4 or not library.multiplies_bytes()
         return
     size = x.abs().amax(-1, keepdim=True) / 127

@@ -211,7 +211,21 @@ def test_all_layers_are_one_call_where_their_parts_are_compiled(name: str) -> No
         pytest.skip("there is no C compiler")
     direct = steps_of(wide(name))[0]._direct
     assert direct is not None
-    assert (direct._decoder._compiled is not None) == (name in ("marian", "gpt2"))
+    library: Any = compiled.library()
+    possible = name in ("marian", "gpt2") and bool(library.multiplies_floats())
+    assert (direct._decoder._compiled is not None) == possible
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_large_products_are_left_to_the_threads_of_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = steps_of(wide(name))[1]
+    monkeypatch.setattr(products, "PARALLEL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if compiled.library() is not None:
+        monkeypatch.setattr(products.PackedProduct, "__call__", None)
+    torch.testing.assert_close(steps_of(wide(name))[1], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_processors_see_the_whole_prefix() -> None:

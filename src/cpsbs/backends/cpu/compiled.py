@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "round_rows": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
     "finish_rows": [POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "multiplies_bytes": [],
+    "multiplies_floats": [],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
     "extend": [POINTER, POINTER],
     "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
@@ -61,7 +62,7 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 """The types of the arguments of each function."""
 
-RETURNING = ("find_largest", "multiplies_bytes", "poisson_laws")
+RETURNING = ("find_largest", "multiplies_bytes", "multiplies_floats", "poisson_laws")
 """The functions that return whether they can, or could, do what they are asked for."""
 
 

@@ -101,6 +101,15 @@ UNROLLED
 }
 #endif
 
+/* Whether products are fast on this processor: they need the registers of AVX-512. */
+int64_t multiplies_floats(void) {
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
 int64_t multiplies_bytes(void) {
 #ifdef HAS_VNNI
     return 1;

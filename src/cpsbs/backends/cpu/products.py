@@ -25,6 +25,15 @@ ZERO = 128
 """What is added to rounded inputs, because the processor multiplies unsigned with signed bytes."""
 
 
+PARALLEL = 2**23
+"""From how many multiplications on several threads of torch are faster than compiled loops."""
+
+
+def in_one_thread(multiplications: int) -> bool:
+    """Return whether compiled loops, which run in one thread, are the best for a product."""
+    return multiplications < PARALLEL or torch.get_num_threads() == 1
+
+
 class _Product(Fields):
     """``product`` in C."""
 
@@ -60,6 +69,8 @@ class PackedProduct:
         """
         compiled, (outputs, inputs) = library(), weight.shape
         if compiled is None or activation not in ACTIVATIONS or not weight.numel():
+            return None
+        if scale is None and not compiled.multiplies_floats():
             return None
         more, correction, group = (0, -outputs % PANEL), None, 1
         if scale is not None:

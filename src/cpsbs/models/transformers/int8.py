@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from cpsbs.backends.cpu.compiled import finished_rows, library, rounded_rows
-from cpsbs.backends.cpu.products import PackedProduct
+from cpsbs.backends.cpu.products import PackedProduct, in_one_thread
 
 LARGEST = 127
 """The largest integer that an input is rounded to, and a weight where the processor has VNNI."""
@@ -78,7 +78,8 @@ class Int8Weight:
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + b + residual for float32 inputs x [..., in] and a residual [..., out]."""
         rows, outputs = x.reshape(-1, x.shape[-1]), len(self.scale)
-        if self._compiled is not None and library() is not None:
+        work = len(rows) * self.values.numel()
+        if self._compiled is not None and library() is not None and in_one_thread(work // 4):
             added = None if residual is None else residual.reshape(len(rows), outputs)
             y = self._compiled(rows, added)
             return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], outputs)

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import INTEGER, LANES, POINTER, Fields, address, library
+from cpsbs.backends.cpu.products import in_one_thread
 from cpsbs.models.transformers.direct.attention import Heads
 from cpsbs.models.transformers.direct.layers import Layer, LayerNorm, Memory, Norm, UpAndDown
 from cpsbs.models.transformers.direct.products import Product
@@ -63,6 +64,7 @@ class CompiledLayers:
         self._wide = max(x.outputs for x in products)
         self._row = 2 * size + self._wide + heads.queries * heads.dim
         self._inputs = max(x.inputs for x in products)
+        self._largest = max(x.inputs * x.outputs for x in products)
 
     @staticmethod
     def of(layers: tuple[Layer, ...], heads: Heads, norm_first: bool) -> CompiledLayers | None:
@@ -76,6 +78,10 @@ class CompiledLayers:
         if library() is None or not parts or heads.dim % LANES:
             return None
         return CompiledLayers(layers, heads, norm_first)
+
+    def suits(self, rows: int) -> bool:
+        """Return whether the largest product for so many rows is best done in one thread."""
+        return in_one_thread(rows * self._largest)
 
     def run(
         self,

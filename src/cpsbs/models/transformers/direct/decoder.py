@@ -57,6 +57,8 @@ class Decoder:
         position = slots.table.length - 1  # of the new tokens
         x = self.embed(token, position)
         whole = self._compiled if self.rotate is None and library() is not None else None
+        if whole is not None and not whole.suits(x.shape[0]):
+            whole = None
         if whole is not None and (encoded is None or self.layers[0].cross is not None):
             if encoded is None:
                 x = whole.run(x, slots)

@@ -38,6 +38,8 @@ class Encoder:
         x = self.embed(tokens[source, position], position)
         rows = _AllRows(mask, source, self.heads)
         whole = self._compiled if library() is not None else None
+        if whole is not None and not whole.suits(x.shape[0]):
+            whole = None
         if whole is not None:
             x = whole.run(x, rows)
         for layer in self.layers if whole is None else ():
