@@ -62,7 +62,8 @@ def prepared(model: Any) -> Prepared:
             known.decoder = decoder_of(model)
             known.encoder = encoder_of(model)
         except Exception as error:
-            known.reason = error
+            # Without its traceback, whose frames would keep the model alive for ever.
+            known.reason = error.with_traceback(None)
     return known
 
 
