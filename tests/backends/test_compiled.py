@@ -1,16 +1,28 @@
-"""The compiled reading of scores is the reference's, for awkward numbers too."""
+"""What compiled loops read, find and draw is what the reference does, for awkward numbers too."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 
 from cpsbs.backends import TORCH
-from cpsbs.backends.cpu import compiled
+from cpsbs.backends.cpu import compiled, products
 from cpsbs.backends.cpu.backend import COMPILED
-from cpsbs.scores.reading import read
+from cpsbs.backends.cpu.products import PackedProduct
+from cpsbs.conditional_poisson.weights import CandidateWeights
+from cpsbs.designs.conditional_poisson import draw_poisson
+from cpsbs.designs.top_k import TopK
+from cpsbs.randomness import Streams
+from cpsbs.scores.candidates import Candidates, Selection
+from cpsbs.scores.reading import beam_chunk_length, read
+from cpsbs.search.beams import Hypotheses
+from cpsbs.search.recursion import extended
+from cpsbs.search.settings import SearchSettings
 
 
 @pytest.fixture(autouse=True)
@@ -47,3 +59,141 @@ def test_what_is_no_number_shows(bad: float, place: int) -> None:
 def test_without_a_compiler_torch_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "a-compiler-that-is-not-there")
     assert compiled.library.__wrapped__() is None
+
+
+def offered(k: int, parents: int, temperature: float, temper: float = 0.3) -> Any:
+    """Return scores of 6 sources, some of whose hypotheses have ended, and log p of the parents."""
+    random = torch.Generator().manual_seed(k + parents)
+    log_prob = torch.rand((6, parents), generator=random, dtype=torch.float64).log_softmax(-1)
+    ended = torch.rand((6, parents), generator=random) < 0.3 * (parents > 1)
+    ended[:, 0] = False
+    row = (~ended).flatten().cumsum(0).view(6, parents) - 1
+    scores = torch.randn((int((~ended).sum()), 5000), generator=random) / temper
+    scores[0, 7] = -math.inf
+    row = row.masked_fill(ended, len(scores))
+    length = beam_chunk_length(parents, 5000, k, 4, COMPILED)
+    chunks = read(scores, temperature, length, 4, row, COMPILED)
+    return [replace(chunks, backend=backend) for backend in (COMPILED, TORCH)], log_prob
+
+
+@pytest.mark.parametrize(("k", "parents"), [(1, 1), (5, 1), (5, 5), (20, 20)])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+def test_the_largest_candidates(k: int, parents: int, temperature: float) -> None:
+    (found, expected), log_prob = offered(k, parents, temperature)
+    for x, y in zip(found.normalize(log_prob), expected.normalize(log_prob), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+    offset = expected.normalize(log_prob)[1]
+    assert COMPILED.find_largest(found, offset, k) is not None
+    for x, y in zip(found.largest(offset, k), expected.largest(offset, k), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize(("k", "parents"), [(1, 5), (5, 5), (20, 20)])
+@pytest.mark.parametrize("temperature", [1.0, 0.4])
+@pytest.mark.parametrize("odds", [True, False])
+@pytest.mark.parametrize("separate", [True, False])
+def test_conditional_poisson_samples_are_those_of_torch(
+    k: int, parents: int, temperature: float, odds: bool, separate: bool
+) -> None:
+    """The same items from the same random numbers, many times, with the same probabilities."""
+    tables, log_prob = offered(k, parents, temperature)
+    drawn: list[list[Any]] = []
+    for chunks in tables:
+        weights = CandidateWeights(chunks, chunks.normalize(log_prob)[1], odds)
+        drawn.append([])
+        for n in range(40):
+            random = torch.Generator().manual_seed(n)
+            one_for_all = Streams(random, 6, torch.device("cpu"))
+            streams = Streams.split(n, 6, "cpu") if separate else one_for_all
+            drawn[-1].append(draw_poisson(weights, k, streams, False, chunks.backend))
+        fused = chunks.backend.draw_conditional_poisson(weights, k, Streams.split(0, 6, "cpu"))
+        assert (fused is None) == (chunks.backend is TORCH)
+    for found, expected in zip(*drawn, strict=True):
+        assert torch.equal(found.index, expected.index)
+        assert bool(found.present.all())
+        torch.testing.assert_close(found.log_inclusion, expected.log_inclusion, rtol=0, atol=2e-6)
+
+
+def test_sources_that_are_not_ordinary_are_left_to_torch() -> None:
+    """Certain candidates, fewer than K of them, and scores too far apart for float32."""
+    chunks, log_prob = offered(5, 5, 1.0)
+    for change in ("certain", "few", "apart"):
+        scores = chunks[0].scores.clone()
+        log_prob[2] = torch.tensor([0.0] + 4 * [-math.inf])
+        scores[2] = -math.inf if change == "few" else -1e9 if change == "apart" else -90.0
+        scores[2, 0, : 5 if change == "few" else 1] = 0.0
+        table = read(scores, 1.0, 64, 4, None, COMPILED)
+        weights = CandidateWeights(table, table.normalize(log_prob)[1], True)
+        streams = Streams.split(1, 6, "cpu")
+        assert COMPILED.draw_conditional_poisson(weights, 5, streams) is None
+        again = Streams.split(1, 6, "cpu")
+        row = torch.arange(6)
+        assert torch.equal(streams.uniform(row, (3,)), again.uniform(row, (3,)))
+
+
+@pytest.mark.parametrize("n", [1, 6, 13])
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 64), (40, 5), (7, 130)])
+@pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu_new"])
+def test_packed_products(n: int, inputs: int, outputs: int, activation: str | None) -> None:
+    """In float32 and with int8 weights, where rounded inputs are multiplied without an error."""
+    random = torch.Generator().manual_seed(0)
+    x, weight, bias, residual = (
+        torch.randn(shape, generator=random)
+        for shape in ((n, inputs), (outputs, inputs), (outputs,), (n, outputs))
+    )
+    gelu = partial(torch.nn.functional.gelu, approximate="tanh")
+    silu = torch.nn.functional.silu
+    acts: dict[str | None, Any] = {"relu": torch.relu, "silu": silu, "gelu_new": gelu}
+    act = acts.get(activation, lambda y: y)
+    library: Any = compiled.library()
+    product = PackedProduct.pack(weight, bias, activation)
+    assert (product is not None) == bool(library.multiplies_floats())
+    if product is None:
+        pytest.skip("this processor has other products")
+    torch.testing.assert_close(product(x, residual), act(x @ weight.T + bias) + residual)
+    torch.testing.assert_close(product(x[::2]), act(x[::2] @ weight.T + bias))
+    integers, scale = (20 * weight).round().clamp(-127, 127).to(torch.int8), weight[:, 0].abs()
+    quantized = PackedProduct.pack(integers, None, activation, scale)
+    if quantized is None:
+        assert inputs % 4 or not library.multiplies_bytes()
+        return
+    size = x.abs().amax(-1, keepdim=True) / 127
+    rounded = torch.floor(x * (127 / x.abs().amax(-1, keepdim=True)) + 128.5) - 128
+    wanted = (rounded @ integers.float().T) * scale * size
+    torch.testing.assert_close(quantized(x), act(wanted), rtol=1e-5, atol=1e-5)
+    quantized.replace_bias(bias)
+    found = quantized(x, residual)
+    torch.testing.assert_close(found, act(wanted + bias) + residual, rtol=1e-5, atol=1e-5)
+
+
+def test_products_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(products, "library", lambda: None)
+    assert PackedProduct.pack(torch.ones((4, 4)), None) is None
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_hypotheses_are_extended_as_by_torch(known: bool) -> None:
+    """Places that stay empty, hypotheses that have ended, and tokens that end them."""
+    tables, log_prob = offered(5, 5, 1.0)
+    random = torch.Generator().manual_seed(5)
+    shape, settings = (6, 5), SearchSettings(5, TopK(), 9)
+    streams = Streams.split(0, 6, "cpu")
+    roots = Hypotheses.roots(settings, streams, torch.arange(6))
+    ended = tables[0].row == len(tables[0].rows)
+    past = -torch.rand(shape, generator=random, dtype=torch.float64)
+    length = torch.randint(1, 9, shape, generator=random)
+    beam = replace(roots, length=length, log_prob=log_prob, finished=ended, log_inclusion=past)
+    index = torch.randint(25000, shape, generator=random)
+    index[ended] = 5000 * torch.arange(5).expand(shape)[ended]
+    present = torch.rand(shape, generator=random) < 0.8
+    selection = Selection(index, present, past - 1 if known else None)
+    ends = tuple(range(0, 5000, 7))
+    found, expected = (
+        extended(beam, Candidates(log_prob, chunks, ended), selection, ends, 3) for chunks in tables
+    )
+    assert COMPILED.extends(Candidates(log_prob, tables[0], ended))
+    assert torch.equal(found.parent, expected.parent)
+    assert bool(found.broken) == bool(expected.broken)
+    assert (found.beam.log_inclusion is None) == (not known)
+    for x, y in zip(found.beam.tensors(), expected.beam.tensors(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-12)

@@ -19,7 +19,7 @@ from cpsbs.backends.triton.layers import Clock, RowLayer
 from cpsbs.backends.triton.logits import Logits
 from cpsbs.backends.triton.pool import Pool
 from cpsbs.backends.triton.reorder import reorder_by_copy
-from cpsbs.models.transformers.direct import steps
+from cpsbs.models.transformers.direct import prepared
 from tests.backends.interpreted import Interpreter
 from tests.backends.test_fixed_steps import NAMES, K, Pair, V, build, gpu, held_by
 from tests.models.tiny import prompts
@@ -42,7 +42,7 @@ class Notes(logging.Handler):
         log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.module != steps.__name__.rpartition(".")[2]:
+        if record.module != prepared.__name__.rpartition(".")[2]:
             self.found.append(record.getMessage())
 
 

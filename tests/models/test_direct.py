@@ -21,8 +21,17 @@ from transformers import (
 )
 
 from cpsbs import TransformersModel, search
-from cpsbs.backends.cpu import compiled
-from cpsbs.models.transformers.direct import attention, decoder, steps
+from cpsbs.backends.cpu import compiled, products
+from cpsbs.models.transformers import int8
+from cpsbs.models.transformers.direct import (
+    attention,
+    compiled_layers,
+    decoder,
+    encoder,
+    prepared,
+    steps,
+)
+from cpsbs.models.transformers.direct.encoding import encoded
 from cpsbs.models.transformers.direct.products import Product, onednn_packs
 from cpsbs.models.transformers.int8 import quantize
 from tests.models.tiny import EOS, PAD, make, prompts
@@ -85,7 +94,8 @@ def wide(name: str) -> Any:
 def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run a test with compiled loops, and with torch alone."""
     if request.param == "torch":
-        for module in (attention, steps, compiled):
+        modules = (attention, steps, compiled, products, int8, decoder, encoder, compiled_layers)
+        for module in modules:
             monkeypatch.setattr(module, "library", lambda: None)
     elif compiled.library() is None:
         pytest.skip("there is no C compiler")
@@ -93,9 +103,9 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(autouse=True)
 def _forget() -> Iterator[None]:
-    steps.PREPARED.clear()
+    prepared.PREPARED.clear()
     yield
-    steps.PREPARED.clear()
+    prepared.PREPARED.clear()
 
 
 def walk(model: TransformersModel, n: int) -> Iterator[Tensor]:
@@ -152,6 +162,70 @@ def test_a_search_finds_the_same(name: str, k: int, monkeypatch: pytest.MonkeyPa
     expected, _ = run()
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.log_prob, expected.log_prob, rtol=0, atol=1e-4)
+
+
+@pytest.mark.usefixtures("_either")
+@pytest.mark.parametrize("name", ["marian", "bart"])
+def test_the_states_are_those_of_the_encoder(name: str) -> None:
+    model = wide(name)
+    given = prompts(model)
+    found, mask = encoded(model, given), given["attention_mask"].bool()
+    expected = model.get_encoder()(**given).last_hidden_state.detach()
+    assert found is not None
+    assert not bool(mask.all())
+    torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
+    assert not bool(found[~mask].any())
+
+
+@pytest.mark.parametrize("change", ["hook", "no mask", "embeddings", "nothing", "causal model"])
+def test_an_encoder_with_unusual_inputs_is_that_of_transformers(change: str) -> None:
+    model = wide("llama" if change == "causal model" else "marian")
+    given = dict(prompts(model))
+    if change == "hook":
+        model.model.encoder.layers[0].register_forward_hook(lambda *_: None)
+    elif change == "no mask":
+        del given["attention_mask"]
+    elif change == "embeddings":
+        given["inputs_embeds"] = torch.zeros((3, 4, 64))
+    elif change == "nothing":
+        given["attention_mask"] = torch.zeros_like(given["attention_mask"])
+    assert encoded(model, given) is None
+
+
+def test_wrong_states_are_noticed_and_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = encoder.Encoder.states
+    model = wide("marian")
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO, logger="cpsbs"):
+        patch.setattr(encoder.Encoder, "states", lambda *x: right(*x) * 1.01)
+        _, found = steps_of(model)
+    assert "the states of the encoder differ by 0.01" in caplog.text
+    torch.testing.assert_close(found, steps_of(wide("marian"))[1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_are_one_call_where_their_parts_are_compiled(name: str) -> None:
+    """Llama has a gate and positions that rotate; BART has an activation that only torch has."""
+    if compiled.library() is None:
+        pytest.skip("there is no C compiler")
+    direct = steps_of(wide(name))[0]._direct
+    assert direct is not None
+    library: Any = compiled.library()
+    possible = name in ("marian", "gpt2") and bool(library.multiplies_floats())
+    assert (direct._decoder._compiled is not None) == possible
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_large_products_are_left_to_the_threads_of_torch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = steps_of(wide(name))[1]
+    monkeypatch.setattr(products, "PARALLEL", 0)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    if compiled.library() is not None:
+        monkeypatch.setattr(products.PackedProduct, "__call__", None)
+    torch.testing.assert_close(steps_of(wide(name))[1], alone, rtol=1e-4, atol=1e-4)
 
 
 def test_processors_see_the_whole_prefix() -> None:
@@ -250,7 +324,7 @@ def test_new_weights_are_noticed(way: str) -> None:
     wrapped, after = steps_of(model)
     assert wrapped._direct is not None
     assert not torch.allclose(before, after)
-    steps.PREPARED.clear()
+    prepared.PREPARED.clear()
     torch.testing.assert_close(after, steps_of(model)[1])
 
 

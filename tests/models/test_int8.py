@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import cpsbs
-from cpsbs.backends.cpu import compiled
+from cpsbs.backends.cpu import compiled, products
 from cpsbs.models.transformers import int8
 from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight, int8_works
 
@@ -16,7 +16,8 @@ def _either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if not int8_works():
         pytest.skip("torch has no int8 kernels for this processor")
     if request.param == "torch":
-        monkeypatch.setattr(compiled, "library", lambda: None)
+        for module in (compiled, products, int8):
+            monkeypatch.setattr(module, "library", lambda: None)
     elif compiled.library() is None:
         pytest.skip("there is no C compiler")
 

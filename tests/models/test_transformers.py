@@ -127,9 +127,11 @@ def test_generate_returns_what_the_search_finds(name: str) -> None:
     found = model.generate(**inputs, **settings, return_dict_in_generate=True)
     prompt = 1 if model.config.is_encoder_decoder else inputs["input_ids"].shape[-1]
     assert torch.equal(found.sequences[:, prompt:], expected.sequences.flatten(0, 1))
-    torch.testing.assert_close(found.log_probs, expected.log_prob.flatten())
+    # Inside ``generate`` the encoder is that of transformers, which rounds in another order.
+    own, assert_close = expected.log_prob.flatten(), torch.testing.assert_close
+    assert_close(found.log_probs, own, rtol=1e-5, atol=1e-5)
     assert expected.log_inclusion is not None
-    torch.testing.assert_close(found.log_inclusion, expected.log_inclusion.flatten())
+    assert_close(found.log_inclusion, expected.log_inclusion.flatten(), rtol=1e-5, atol=1e-5)
     assert isinstance(found.beams, Beams)
     settings["generator"] = split_seed(0, 3)
     two = model.generate(**inputs, **settings, num_return_sequences=2)

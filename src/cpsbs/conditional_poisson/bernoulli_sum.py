@@ -119,7 +119,7 @@ def solve_tilt(
     as long as K is not in the tails of S.
     """
     low, high = tilt_bounds(k, n)
-    cells = 1 + math.ceil((high - low) * math.sqrt(math.sqrt(max(1, variance_bound(k, n))) / 2))
+    cells = grid_cells(k, n)
     grid = shared_arange(cells + 1, wanted.device).to(wanted.dtype) / cells
     if limit is None:
         tilt = (low + (high - low) * grid).expand(*wanted.shape, -1)
@@ -132,6 +132,12 @@ def solve_tilt(
     few, many = heads.gather(-1, cell).unbind(-1)
     share = ((wanted - few) / (many - few)).nan_to_num_(0.5).clamp_(0, 1)
     return torch.lerp(left, right, share)
+
+
+def grid_cells(k: int, n: int) -> int:
+    """Return how many cells the grid of ``solve_tilt`` has."""
+    low, high = tilt_bounds(k, n)
+    return 1 + math.ceil((high - low) * math.sqrt(math.sqrt(max(1, variance_bound(k, n))) / 2))
 
 
 def variance_bound(k: int, n: int) -> float:

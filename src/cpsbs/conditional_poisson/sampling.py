@@ -31,6 +31,10 @@ from cpsbs.conditional_poisson.population import Population, Tail
 from cpsbs.randomness import BELOW_ONE, Streams
 from cpsbs.scores.memory import block_size, scratch_buffer, shared_arange
 
+FIRST_TRIES = 6
+"""How many attempts are made at first. In a search one or two are usually enough; flat weights need
+some √K of them."""
+
 # ---------------------------------------------------------------------- samples
 
 
@@ -86,8 +90,7 @@ def _flip_head(
     budget = 1 + block_size(device) // (1 + coins)
     enough = 4 * math.ceil(math.sqrt(variance_bound(k, coins)))
     for start in range(0, len(pending), budget):
-        # In a search one or two attempts are usually enough; flat weights need some √K of them.
-        batch, tries = pending[start : start + budget], min(6, enough)
+        batch, tries = pending[start : start + budget], min(FIRST_TRIES, enough)
         while len(batch) > 0:
             source = row[batch]
             # How much is drawn from a row's own stream must not depend on the other rows.

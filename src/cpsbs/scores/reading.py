@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,6 +90,11 @@ class Chunks:
     """[J, R, P, C] Σ e^{j (score − maximum) / temperature} over each chunk, for j = 1…J."""
     backend: Backend = TORCH
     """The backend that may take over some of the arithmetic here."""
+
+    @cached_property
+    def memo(self) -> dict[str, Any]:
+        """A dictionary in which a backend keeps what it derives from these chunks."""
+        return {}
 
     @property
     def shape(self) -> torch.Size:

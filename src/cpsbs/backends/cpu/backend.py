@@ -1,6 +1,12 @@
-"""The backend for CPUs: torch does everything but the reading of the scores, which is compiled."""
+"""The backend for CPUs: compiled loops take over what would take torch many calls.
+
+They read float32 scores; whatever else there is, or where there is no C compiler, is left to torch.
+"""
 
 from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -8,9 +14,15 @@ from torch import Tensor
 from cpsbs.backends.base import Backend
 from cpsbs.backends.cpu.compiled import MOST_TERMS, address, library
 
+if TYPE_CHECKING:
+    from cpsbs.conditional_poisson.weights import Weights
+    from cpsbs.randomness import Streams
+    from cpsbs.scores.candidates import Candidates, Selection
+    from cpsbs.scores.reading import Chunks, Largest
+
 
 class CompiledBackend(Backend):
-    """The reference, with the one pass over all scores compiled."""
+    """The reference, with what stands out compiled."""
 
     name = "cpu"
 
@@ -26,6 +38,71 @@ class CompiledBackend(Backend):
         compiled.read_scores(address(rows), *sizes, 1 / temperature, address(maxima), address(sums))
         return True
 
+    def normalize(self, chunks: Chunks, log_prob: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Add up the chunks of every row in float64."""
+        from cpsbs.backends.cpu.tables import scores_of
+
+        compiled = library()
+        scores = None if compiled is None else scores_of(chunks, None)
+        if compiled is None or scores is None:
+            return None
+        total, offset = torch.empty((2, *log_prob.shape), dtype=torch.float64)
+        given = [address(x) for x in (log_prob.contiguous(), total, offset)]
+        compiled.normalize(ctypes.addressof(scores), *given)
+        return total, offset
+
+    def find_largest(self, chunks: Chunks, offset: Tensor, m: int) -> Largest | None:
+        """Find the largest candidates in the chunks with the largest maxima."""
+        from cpsbs.backends.cpu.tables import scores_of
+        from cpsbs.scores.reading import Largest
+
+        compiled = library()
+        scores = None if compiled is None else scores_of(chunks, offset)
+        if compiled is None or scores is None or m > MOST_SORTED:
+            return None
+        shape = (chunks.shape[0], m)
+        value, index = (
+            torch.empty(shape, dtype=torch.float64),
+            torch.empty(shape, dtype=torch.int64),
+        )
+        found = compiled.find_largest(ctypes.addressof(scores), m, address(value), address(index))
+        return Largest(value, index) if found else None
+
+    def draw_conditional_poisson(
+        self, weights: Weights, k: int, streams: Streams
+    ) -> Selection | None:
+        """Draw a sample for each source, if all sources are ordinary ones."""
+        from cpsbs.backends.cpu import poisson
+        from cpsbs.conditional_poisson.weights import CandidateWeights
+
+        compiled = library()
+        if compiled is None or not isinstance(weights, CandidateWeights):
+            return None
+        return poisson.draw(compiled, weights, k, streams)
+
+    def extends(self, candidates: Candidates) -> bool:
+        """Return whether compiled functions can read these scores."""
+        from cpsbs.backends.cpu.tables import scores_of
+
+        return library() is not None and scores_of(candidates.chunks, None) is not None
+
+    def extend(
+        self,
+        beam: Any,
+        candidates: Candidates,
+        selection: Selection,
+        eos: Tensor,
+        pad: int,
+        into: Any,
+    ) -> None:
+        """Write all that a hypothesis holds in one call."""
+        from cpsbs.backends.cpu.extending import extend
+
+        extend(library(), beam, candidates, selection, eos, pad, into)
+
+
+MOST_SORTED = 64
+"""The most candidates that are found and put into order by insertion."""
 
 COMPILED = CompiledBackend()
 """The backend for CPUs."""

@@ -1,4 +1,4 @@
-"""Compiles ``kernels.c`` when it is first needed, if the machine has a C compiler.
+"""Compiles the C files of this folder when they are first needed, if there is a C compiler.
 
 The library is kept in the user's cache folder, under a name that depends on the source, the flags
 and the processor. Without a compiler, or where anything goes wrong, there is no library, and torch
@@ -24,12 +24,10 @@ from torch import Tensor
 
 log = logging.getLogger("cpsbs")
 
-SOURCE = Path(__file__).with_name("kernels.c")
-FLAGS = (
-    *("-O3", "-march=native", "-shared", "-fPIC"),
-    *("-fno-math-errno", "-fno-trapping-math", "-fno-signed-zeros", "-fassociative-math"),
-)
-"""Sums may be reordered. ``-ffast-math`` would make the whole process flush subnormal numbers."""
+FOLDER = Path(__file__).parent
+FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math")
+"""Sums are not reordered, because exponentials rest on the order. ``-ffast-math`` would moreover
+make the whole process flush subnormal numbers."""
 
 MOST_TERMS = 4
 """The most power sums that ``read_scores`` computes."""
@@ -50,8 +48,42 @@ ARGUMENTS: dict[str, list[Any]] = {
     "read_scores": [POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL, POINTER, POINTER],
     "round_rows": [POINTER, INTEGER, INTEGER, POINTER, POINTER],
     "finish_rows": [POINTER, POINTER, POINTER, POINTER, INTEGER, INTEGER, POINTER],
+    "multiplies_bytes": [],
+    "multiplies_floats": [],
+    "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
+    "extend": [POINTER, POINTER],
+    "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
+    "normalize": [POINTER, POINTER, POINTER, POINTER],
+    "find_largest": [POINTER, INTEGER, POINTER, POINTER],
+    "poisson_laws": [POINTER, POINTER, POINTER],
+    "poisson_flips": [*[POINTER] * 3, INTEGER, INTEGER, *[POINTER] * 4],
+    "poisson_fill": [*[POINTER] * 4, INTEGER, *[POINTER] * 4],
+    "poisson_inclusion": [POINTER, POINTER, POINTER, POINTER, POINTER],
 }
-"""The types of the arguments of each function in ``kernels.c``."""
+"""The types of the arguments of each function."""
+
+RETURNING = ("find_largest", "multiplies_bytes", "multiplies_floats", "poisson_laws")
+"""The functions that return whether they can, or could, do what they are asked for."""
+
+
+class Fields(ctypes.Structure):
+    """A structure that keeps the tensors alive whose addresses it holds."""
+
+    @classmethod
+    def of(cls, **values: Any) -> Fields:
+        """Return the structure with these values; a tensor stands for its address."""
+        fields = cls()
+        fields.kept = dict[str, Tensor]()
+        fields.replace(**values)
+        return fields
+
+    def replace(self, **values: Any) -> None:
+        """Replace some values."""
+        for name, value in values.items():
+            if isinstance(value, Tensor):
+                self.kept[name] = value.contiguous()
+                value = self.kept[name].data_ptr()
+            setattr(self, name, value)
 
 
 @functools.cache
@@ -65,7 +97,7 @@ def library() -> Any | None:
         found = ctypes.CDLL(str(_built(compiler)))
         for name, types in ARGUMENTS.items():
             getattr(found, name).argtypes = types
-            getattr(found, name).restype = None
+            getattr(found, name).restype = INTEGER if name in RETURNING else None
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         log.info("decoding on the CPU uses torch alone: %s", error)
         return None
@@ -74,8 +106,9 @@ def library() -> Any | None:
 
 def _built(compiler: str) -> Path:
     """Return the library, compiled now unless it is in the cache folder."""
-    source = SOURCE.read_bytes()
-    key = hashlib.sha256(source + repr((compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
+    sources = sorted(FOLDER.glob("*.c"))
+    text = b"".join(path.read_bytes() for path in [*sources, *sorted(FOLDER.glob("*.h"))])
+    key = hashlib.sha256(text + repr((compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cpsbs"
     library = folder / f"kernels-{key}.so"
     if library.exists():
@@ -84,7 +117,7 @@ def _built(compiler: str) -> Path:
     # Compiled elsewhere and moved, so that no other process ever loads half a file.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / library.name
-        command = [compiler, *FLAGS, str(SOURCE), "-o", str(made), "-lm"]
+        command = [compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
         os.replace(made, library)
     return library
@@ -98,6 +131,11 @@ def _processor() -> str:
         return platform.processor()
     kinds = ("model name", "flags", "Features", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))
+
+
+def attends(dim: int) -> bool:
+    """Return whether attention is compiled for heads of this size."""
+    return library() is not None and dim % LANES == 0
 
 
 def address(x: Tensor | None) -> int | None:

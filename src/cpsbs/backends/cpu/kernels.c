@@ -2,65 +2,7 @@
    the rounding of rows to eight bits. compiled.py compiles this file and says what the arguments
    are. All matrices are row-major, and a stride is the number of elements between rows. */
 
-#include <math.h>
-#include <stdint.h>
-#include <string.h>
-
-typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
-
-#define LANES 16
-#define NOTHING -1e30f
-
-static inline float sum_of(vec x) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += x[i];
-    return total;
-}
-
-static inline vec filled(float x) {
-    vec all;
-    for (int i = 0; i < LANES; i++) all[i] = x;
-    return all;
-}
-
-/* e^x for x <= 0, to a unit in the last place or two; 0 below -87, and NaN for NaN. */
-static inline vec exponential(vec x) {
-    ivec counts = ~(x < -87.0f); /* all bits of a lane are set, or none */
-    x = (vec)((ivec)x & counts);
-    ivec power = __builtin_convertvector(x * 1.44269504f - 0.5f, ivec);
-    vec n = __builtin_convertvector(power, vec);
-    vec f = x - n * 0.693359375f;
-    f = f - n * -2.12194440e-4f;
-    vec p = filled(1.9875691500e-4f);
-    p = p * f + 1.3981999507e-3f;
-    p = p * f + 8.3334519073e-3f;
-    p = p * f + 4.1665795894e-2f;
-    p = p * f + 1.6666665459e-1f;
-    p = p * f + 5.0000001201e-1f;
-    p = p * f * f + f + 1.0f;
-    p = p * (vec)((power + 127) << 23);
-    return (vec)((ivec)p & counts);
-}
-
-static inline vec larger(vec x, vec y) {
-    ivec first = x > y;
-    return (vec)(((ivec)x & first) | ((ivec)y & ~first));
-}
-
-static inline float largest_of(vec x) {
-    float largest = x[0];
-    for (int i = 1; i < LANES; i++) largest = x[i] > largest ? x[i] : largest;
-    return largest;
-}
-
-/* The next LANES numbers, or those that are left, followed by others. */
-static inline vec some(const float *x, int64_t left, float other) {
-    if (left >= LANES) return *(const vec *)x;
-    vec found = filled(other);
-    for (int64_t i = 0; i < left; i++) found[i] = x[i];
-    return found;
-}
+#include "vectors.h"
 
 static inline __attribute__((always_inline)) void attend_row(
     const float *query, const float *keys, const float *values, const int32_t *slot, int64_t count,

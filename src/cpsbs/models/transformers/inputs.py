@@ -86,11 +86,26 @@ def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
             "kwargs": kwargs,
         }
 
+    inputs |= encoder_outputs(model, inputs)
     with evaluating(model):
         kept: dict[str, Any] = model.generate(
             **inputs, **plain, logits_processor=processors, custom_generate=keep
         )
     return kept
+
+
+def encoder_outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
+    """Return the input ``encoder_outputs``, if the encoder can be run directly on a CPU."""
+    tokens = inputs.get("input_ids")
+    on_cpu = isinstance(tokens, Tensor) and tokens.device.type == "cpu"
+    if not on_cpu or not model.config.is_encoder_decoder or model.training:
+        return {}
+    from transformers.modeling_outputs import BaseModelOutput
+
+    from cpsbs.models.transformers.direct.encoding import encoded
+
+    states: Any = encoded(model, inputs)
+    return {} if states is None else {"encoder_outputs": BaseModelOutput(states)}
 
 
 def refuse_empty(input_ids: Tensor | None) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpsbs.backends.cpu.compiled import finished_rows, rounded_rows
+from cpsbs.backends.cpu.compiled import finished_rows, library, rounded_rows
+from cpsbs.backends.cpu.products import PackedProduct, in_one_thread
 
 LARGEST = 127
 """The largest integer that an input is rounded to, and a weight where the processor has VNNI."""
@@ -60,6 +61,14 @@ class Int8Weight:
         """The shape (out, in)."""
         return self.values.shape
 
+    def packed(self, bias: Tensor | None, activation: str | None = None) -> PackedProduct | None:
+        """Return the product with this weight by compiled loops, or None where it is impossible."""
+        return PackedProduct.pack(self.values, bias, activation, self.scale)
+
+    @cached_property
+    def _compiled(self) -> PackedProduct | None:
+        return self.packed(None)
+
     @cached_property
     def _packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weight in the layout of the kernels, its scales, and zeros."""
@@ -69,6 +78,11 @@ class Int8Weight:
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + b + residual for float32 inputs x [..., in] and a residual [..., out]."""
         rows, outputs = x.reshape(-1, x.shape[-1]), len(self.scale)
+        work = len(rows) * self.values.numel()
+        if self._compiled is not None and library() is not None and in_one_thread(work // 4):
+            added = None if residual is None else residual.reshape(len(rows), outputs)
+            y = self._compiled(rows, added)
+            return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], outputs)
         given, scale = _rounded(rows)
         y = torch.empty((len(rows), outputs))
         more = None if residual is None else residual.reshape(y.shape).contiguous()

@@ -9,49 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
-from cpsbs.models.transformers.direct.attention import Heads, attend, put
+from cpsbs.backends.cpu.compiled import library
+from cpsbs.models.transformers.direct.attention import Heads, attend
+from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
+from cpsbs.models.transformers.direct.layers import (
+    Cross,
+    Embed,
+    Layer,
+    Norm,
+    Rotate,
+    attend_to_rows,
+    block,
+)
 from cpsbs.models.transformers.direct.products import Product
 from cpsbs.models.transformers.direct.slots import Slots, Table, visible_slots
-
-Norm = Callable[[Tensor], Tensor]
-"""Maps rows [n, d] to normalised rows."""
-
-FeedForward = Callable[[Tensor, Tensor], Tensor]
-"""Maps rows [n, d] and a residual [n, d] to the output of the feed-forward block + residual."""
-
-
-@dataclass(frozen=True)
-class Cross:
-    """The attention of a layer to the encoder's states."""
-
-    norm: Norm
-    query: Product
-    out: Product
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A decoder layer: attention to the prefix, to the encoder's states, and feed-forward."""
-
-    norm: Norm
-    query_key_value: Product
-    out: Product
-    cross: Cross | None
-    feed_norm: Norm
-    feed: FeedForward
 
 
 @dataclass(frozen=True)
 class Decoder:
     """The parts of a model that a step needs."""
 
-    embed: Callable[[Tensor, Tensor], Tensor]
-    """Maps tokens [n] and their positions [n] to rows [n, d]."""
+    embed: Embed
     layers: tuple[Layer, ...]
     heads: Heads
     norm_first: bool
@@ -60,7 +43,7 @@ class Decoder:
     """What normalises the output of the last layer."""
     head: Product
     """The projection to the scores of the vocabulary."""
-    rotate: Callable[[Tensor], Callable[[Tensor], Tensor]] | None = None
+    rotate: Callable[[Tensor], Rotate] | None = None
     """Maps positions [n] to a function that rotates queries or keys [n, heads, dim] there."""
 
     def step(self, token: Tensor, slots: Slots, encoded: Encoded | None) -> Tensor:
@@ -73,41 +56,31 @@ class Decoder:
         """
         position = slots.table.length - 1  # of the new tokens
         x = self.embed(token, position)
+        whole = self._compiled if self.rotate is None and library() is not None else None
+        if whole is not None and not whole.suits(x.shape[0]):
+            whole = None
+        if whole is not None and (encoded is None or self.layers[0].cross is not None):
+            if encoded is None:
+                x = whole.run(x, slots)
+            else:
+                table = encoded.table(slots.table)
+                x = whole.run(x, slots, table, encoded.layers, encoded.length)
+            return self.head(x if self.norm is None else self.norm(x))
         rotate = None if self.rotate is None else self.rotate(position)
         for number, layer in enumerate(self.layers):
-            attend_to_prefix = partial(self._attend, number, slots, rotate)
-            x = self._block(layer.norm, x, attend_to_prefix)
+            attend_to_prefix = partial(attend_to_rows, layer, number, self.heads, slots, rotate)
+            x = block(self.norm_first, layer.norm, x, attend_to_prefix)
             if layer.cross is not None and encoded is not None:
                 attend_to_source = partial(
                     self._attend_to_source, layer.cross, number, slots, encoded
                 )
-                x = self._block(layer.cross.norm, x, attend_to_source)
-            x = self._block(layer.feed_norm, x, layer.feed)
+                x = block(self.norm_first, layer.cross.norm, x, attend_to_source)
+            x = block(self.norm_first, layer.feed_norm, x, layer.feed)
         return self.head(x if self.norm is None else self.norm(x))
 
-    def _block(self, norm: Norm, x: Tensor, run: FeedForward) -> Tensor:
-        return run(norm(x), x) if self.norm_first else norm(run(x, x))
-
-    def _attend(
-        self,
-        number: int,
-        slots: Slots,
-        rotate: Callable[[Tensor], Tensor] | None,
-        x: Tensor,
-        residual: Tensor,
-    ) -> Tensor:
-        """Return the attention of the rows to their prefixes, plus the residual."""
-        heads, layer = self.heads, self.layers[number]
-        own, shared = heads.queries * heads.dim, heads.keys * heads.dim
-        query, key, value = torch.split(layer.query_key_value(x), [own, shared, shared], dim=-1)
-        if rotate is not None:
-            query = rotate(query.reshape(-1, heads.queries, heads.dim)).flatten(1)
-            key = rotate(key.reshape(-1, heads.keys, heads.dim)).flatten(1)
-        keys, values = slots.memory[2 * number : 2 * number + 2]
-        for memory, rows in ((keys, key), (values, value)):
-            put(rows, memory, slots.capacity, slots.table.source, slots.new, heads)
-        attended = attend(query, keys, values, slots.capacity, slots.used, slots.table, heads)
-        return layer.out(attended, residual)
+    @cached_property
+    def _compiled(self) -> CompiledLayers | None:
+        return CompiledLayers.of(self.layers, self.heads, self.norm_first)
 
     def _attend_to_source(
         self,

@@ -7,15 +7,25 @@ A family names the modules of one architecture. What transformers does with them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, layer_norm, silu
+from torch.nn.functional import embedding, silu
 
 from cpsbs.models.transformers.direct.attention import Heads
-from cpsbs.models.transformers.direct.decoder import Cross, Decoder, Layer, Norm
+from cpsbs.models.transformers.direct.decoder import Decoder
+from cpsbs.models.transformers.direct.encoder import Encoder
+from cpsbs.models.transformers.direct.layers import (
+    Cross,
+    Embed,
+    Layer,
+    LayerNorm,
+    Norm,
+    UpAndDown,
+)
 from cpsbs.models.transformers.direct.products import ACTIVATIONS, Product, product_of
 from cpsbs.models.transformers.int8 import Int8Linear
 
@@ -43,6 +53,15 @@ def decoder_of(model: Any) -> Decoder:
         raise UnknownArchitectureError("its architecture is not in the table")
     _refuse_changed(model)
     return family(model)
+
+
+def encoder_of(model: Any) -> Encoder | None:
+    """Return the prepared parts of the encoder of a model that ``decoder_of`` knows, if it has one.
+
+    None too if the architecture of its encoder is not in the table.
+    """
+    family = ENCODERS.get(type(model).__name__)
+    return None if family is None else family(model)
 
 
 def _refuse_changed(model: nn.Module) -> None:
@@ -77,48 +96,78 @@ def _activation(name: str) -> str:
 
 
 def _layer_norm(module: nn.LayerNorm) -> Norm:
-    shape, weight, bias, eps = module.normalized_shape, module.weight, module.bias, module.eps
-    return lambda x: layer_norm(x, shape, weight, bias, eps)
+    if len(module.normalized_shape) != 1 or module.weight is None:
+        raise UnknownArchitectureError("a norm has no weight, or is over several dimensions")
+    bias = None if module.bias is None else module.bias.detach()
+    return LayerNorm(module.weight.detach(), bias, module.eps)
 
 
 def _bart(model: Any) -> Decoder:
     """Marian and BART: post-norm, and learnt or sinusoidal positions."""
-    decoder, config, copy = model.model.decoder, model.config, _copies(model)
-    activation = _activation(config.activation_function)
+    decoder, copy = model.model.decoder, _copies(model)
     layers = []
-    for layer in decoder.layers:
-        own, other = layer.self_attn, layer.encoder_attn
-        up = product_of(layer.fc1, activation=activation, copy=copy)
-        down = product_of(layer.fc2, copy=copy)
+    for layer, plain in zip(decoder.layers, _bart_layers(decoder, model), strict=True):
+        other = layer.encoder_attn
         cross = Cross(
             _layer_norm(layer.encoder_attn_layer_norm),
             product_of(other.q_proj, copy=copy),
             product_of(other.out_proj, copy=copy),
         )
+        layers.append(replace(plain, cross=cross))
+    return Decoder(
+        embed=_bart_embed(decoder),
+        layers=tuple(layers),
+        heads=_bart_heads(decoder),
+        norm_first=False,
+        norm=None,
+        head=_head(model.lm_head, model.final_logits_bias[0], copy),
+    )
+
+
+def _bart_encoder(model: Any) -> Encoder:
+    encoder = model.model.encoder
+    return Encoder(
+        embed=_bart_embed(encoder),
+        layers=tuple(_bart_layers(encoder, model)),
+        heads=_bart_heads(encoder),
+        norm_first=False,
+        norm=None,
+    )
+
+
+def _bart_layers(stack: Any, model: Any) -> list[Layer]:
+    """Return the layers of an encoder or a decoder, without cross-attention."""
+    activation, copy = _activation(model.config.activation_function), _copies(model)
+    layers = []
+    for layer in stack.layers:
+        own = layer.self_attn
+        up = product_of(layer.fc1, activation=activation, copy=copy)
+        down = product_of(layer.fc2, copy=copy)
         layers.append(
             Layer(
                 _layer_norm(layer.self_attn_layer_norm),
                 product_of(own.q_proj, own.k_proj, own.v_proj, copy=copy),
                 product_of(own.out_proj, copy=copy),
-                cross,
+                None,
                 _layer_norm(layer.final_layer_norm),
-                partial(_up_and_down, up, down),
+                UpAndDown(up, down),
             )
         )
-    number, dim = decoder.layers[0].self_attn.num_heads, decoder.layers[0].self_attn.head_dim
-    scale = getattr(decoder, "embed_scale", getattr(decoder.embed_tokens, "embed_scale", 1.0))
-    tokens, positions = decoder.embed_tokens.weight, decoder.embed_positions.weight
-    first = getattr(decoder.embed_positions, "offset", 0)
-    norm = getattr(decoder, "layernorm_embedding", None)
+    return layers
+
+
+def _bart_heads(stack: Any) -> Heads:
+    number, dim = stack.layers[0].self_attn.num_heads, stack.layers[0].self_attn.head_dim
+    return Heads(number, number, dim, dim**-0.5)
+
+
+def _bart_embed(stack: Any) -> Embed:
+    scale = getattr(stack, "embed_scale", getattr(stack.embed_tokens, "embed_scale", 1.0))
+    tokens, positions = stack.embed_tokens.weight, stack.embed_positions.weight
+    first = getattr(stack.embed_positions, "offset", 0)
+    norm = getattr(stack, "layernorm_embedding", None)
     after = None if norm is None else _layer_norm(norm)
-    return Decoder(
-        embed=partial(_embed, tokens, scale, positions[first:], after),
-        layers=tuple(layers),
-        heads=Heads(number, number, dim, dim**-0.5),
-        norm_first=False,
-        norm=None,
-        head=_head(model.lm_head, model.final_logits_bias[0], copy),
-    )
+    return partial(_embed, tokens, scale, positions[first:], after)
 
 
 def _gpt2(model: Any) -> Decoder:
@@ -141,7 +190,7 @@ def _gpt2(model: Any) -> Decoder:
                 product(block.attn.c_proj),
                 None,
                 _layer_norm(block.ln_2),
-                partial(_up_and_down, up, down),
+                UpAndDown(up, down),
             )
         )
     attention = decoder.h[0].attn
@@ -197,6 +246,12 @@ FAMILIES: dict[str, Callable[[Any], Decoder]] = {
 }
 """The function that finds the parts of each architecture, by the name of its class."""
 
+ENCODERS: dict[str, Callable[[Any], Encoder]] = {
+    "MarianMTModel": _bart_encoder,
+    "BartForConditionalGeneration": _bart_encoder,
+}
+"""The same for encoders."""
+
 
 def _embed(
     tokens: Tensor, scale: float, positions: Tensor, norm: Norm | None, token: Tensor, at: Tensor
@@ -207,10 +262,6 @@ def _embed(
         x *= scale
     x += positions.index_select(0, at)
     return x if norm is None else norm(x)
-
-
-def _up_and_down(up: Product, down: Product, x: Tensor, residual: Tensor) -> Tensor:
-    return down(up(x), residual)
 
 
 def _gated(both: Product, down: Product, x: Tensor, residual: Tensor) -> Tensor:
@@ -246,5 +297,9 @@ def _head(layer: Any, bias: Tensor | None, copy: bool) -> Product:
 
 def parameters(model: nn.Module) -> Iterable[Tensor]:
     """Yield all tensors that a step of the model depends on."""
-    yield from model.parameters()
-    yield from model.buffers()
+    left = [model]  # ``model.parameters()`` takes many times as long, because it makes up names
+    while left:
+        module = left.pop()
+        left += (x for x in module._modules.values() if x is not None)
+        for some in (module._parameters, module._buffers):
+            yield from (x for x in some.values() if x is not None)

@@ -1,21 +1,24 @@
 """Products with weight matrices, prepared once for many steps on a CPU.
 
-A step multiplies a few rows with every weight of the model. oneDNN does that in a layout of its own
-several times as fast for few rows, and adds the bias, the residual or the activation while it
-writes the result. Torch brings it, under names that it uses for compiled models. Where these are
-missing, ``torch.nn.functional.linear`` takes their place.
+A step multiplies a few rows with every weight of the model. Compiled loops do that with packed
+weights, and add the bias, the residual or the activation while they write the result. Where there
+is no compiler, oneDNN does it nearly as well; torch brings it, under names that it uses for
+compiled models. Where these are missing, ``torch.nn.functional.linear`` takes their place.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cpsbs.backends.cpu.products import ACTIVATIONS as COMPILED_ACTIVATIONS
+from cpsbs.backends.cpu.products import PackedProduct, in_one_thread
 from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight
 
 ACTIVATIONS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
@@ -50,26 +53,48 @@ class Product:
         self._attributes: tuple[Any, ...] = (name, [], variant)
         self._bias = _below_each_other(weights)
         self._int8: Int8Weight | None = None
-        self._weight: Tensor | None = None
-        self._packed: Any = None
+        self._plain: list[Tensor] = []
+        self._copy = copy
+        self.compiled: PackedProduct | None = None
+        """The product by compiled loops, with bias and activation; None if there is none."""
+        fuses = activation in COMPILED_ACTIVATIONS
         given = [weight for weight, _ in weights]
+        self.inputs, self.outputs = given[0].shape[1], sum(weight.shape[0] for weight in given)
         quantized = [weight for weight in given if isinstance(weight, Int8Weight)]
         if quantized:
             self._int8 = Int8Weight.below_each_other(quantized)
+            self.compiled = self._int8.packed(self._bias, activation) if fuses else None
             return
-        plain = [weight.detach() for weight in given if isinstance(weight, Tensor)]
-        self._weight = plain[0] if len(plain) == 1 else torch.cat(plain)
-        if copy and onednn_packs():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._weight, None)
-            self._weight = None
+        self._plain = [weight.detach() for weight in given if isinstance(weight, Tensor)]
+        if copy and fuses:
+            self.compiled = PackedProduct.pack(self._joined(), self._bias, activation)
+
+    def _joined(self) -> Tensor:
+        """Return the weights [out, in], one below the other."""
+        return self._plain[0] if len(self._plain) == 1 else torch.cat(self._plain)
+
+    @cached_property
+    def _weight(self) -> Tensor:
+        return self._joined()
+
+    @cached_property
+    def _packed(self) -> Any:
+        """The weights as oneDNN packs them; None if it cannot, or they must not be copied."""
+        if not self._copy or not self._plain or not onednn_packs():
+            return None
+        return torch.ops.mkldnn._reorder_linear_weight(self._joined(), None)
 
     def add_bias(self, bias: Tensor) -> None:
         """Add another bias [out]."""
         bias = bias.detach()
         self._bias = bias if self._bias is None else self._bias + bias
+        if self.compiled is not None:
+            self.compiled.replace_bias(self._bias)
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return the product for the rows x; ``residual`` [n, out] only without an activation."""
+        if self.compiled is not None and in_one_thread(x.shape[0] * self.inputs * self.outputs):
+            return self.compiled(x, residual)
         if self._packed is not None:
             products: Any = torch.ops.mkldnn._linear_pointwise
             if residual is not None:
@@ -80,7 +105,6 @@ class Product:
         if self._int8 is not None:
             y = self._int8.product(x, self._bias, residual)
         else:
-            assert self._weight is not None
             y = functional.linear(x, self._weight, self._bias)
             y = y if residual is None else y.add_(residual)
         return y if self._act is None else self._act(y)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cpsbs.backends.cpu.compiled import attends
+
 STEPS_BETWEEN = 16
 """The number of steps after which slots that no row needs are dropped."""
 
@@ -48,6 +50,15 @@ def visible_slots(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return [S, T] the places of the true elements of a mask [S, T], first, and their numbers."""
     order = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
     return order.to(torch.int32), mask.sum(-1, dtype=torch.int32)
+
+
+def memory_for_slots(size: int, dim: int) -> Tensor:
+    """Return memory for keys or values of ``size`` numbers, with ``dim`` numbers in a slot.
+
+    Compiled attention reads no slot that is empty. Masked products multiply what is in there by
+    zero: it must be finite.
+    """
+    return torch.empty(size) if attends(dim) else torch.zeros(size)
 
 
 class Slots:
@@ -150,8 +161,7 @@ class Slots:
         for number, old in enumerate(self.memory):
             torch.index_select(old[:before].view(-1, self.dim), 0, index, out=moved)
             if not self._ours or old.numel() < size:
-                # Masked products multiply what is in empty slots by zero: it must be finite.
-                self.memory[number] = torch.zeros(2 * size if self._ours else size)
+                self.memory[number] = memory_for_slots(2 * size if self._ours else size, self.dim)
             into = self.memory[number][:size].view(-1, capacity, self.dim)
             into[:, :used] = moved.view(-1, used, self.dim)
         self._ours = True

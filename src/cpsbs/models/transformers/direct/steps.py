@@ -9,27 +9,22 @@ and says so once in the log.
 
 from __future__ import annotations
 
-import logging
-import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Protocol
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import library
 from cpsbs.models.transformers.direct.decoder import Decoder, Encoded
-from cpsbs.models.transformers.direct.families import (
-    UnknownArchitectureError,
-    decoder_of,
-    parameters,
+from cpsbs.models.transformers.direct.prepared import (
+    PREPARING,
+    UnusualInputsError,
+    prepared,
+    say,
 )
 from cpsbs.models.transformers.direct.slots import Slots
 from cpsbs.models.transformers.int8 import is_quantized
-
-log = logging.getLogger("cpsbs")
 
 MOST_ROWS = 32
 """The most rows of a source without compiled attention: torch lets all rows of a source attend to
@@ -45,9 +40,6 @@ TOLERANCE, INT8_TOLERANCE = 1e-5, 1e-2
 """How much log-probabilities of direct and ordinary steps may differ, relative to 32 + the largest
 score. With int8 weights, inputs that differ in the last digit may be rounded to other integers."""
 
-SAMPLES = 8
-"""How many numbers of every weight tell whether it has changed."""
-
 
 class OrdinarySteps(Protocol):
     """The model's own steps, with which direct steps are compared before they are used."""
@@ -57,23 +49,6 @@ class OrdinarySteps(Protocol):
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""
         ...
-
-
-@dataclass
-class Prepared:
-    """What is known of a model: its prepared decoder, or why there is none."""
-
-    state: WeightState
-    decoder: Decoder | None = None
-    verified: bool = False
-    logged: bool = False
-
-
-PREPARED: WeakKeyDictionary[Any, Prepared] = WeakKeyDictionary()
-"""The models that were asked for direct steps."""
-
-PREPARING = threading.Lock()
-"""Held while a model is prepared: threads that search it at once must all take the same steps."""
 
 
 @torch.no_grad()
@@ -101,14 +76,9 @@ def begin(
 def _begin(
     model: Any, inputs: Mapping[str, Any], rows: int, reference: Callable[[], OrdinarySteps]
 ) -> DirectSteps | None:
-    state = WeightState.of(model)
-    known = PREPARED.get(model)
-    if known is None or known.state != state:
-        known = PREPARED[model] = Prepared(state, logged=known is not None and known.logged)
-        try:
-            known.decoder = decoder_of(model)
-        except Exception as error:
-            _say(model, known, error)
+    known = prepared(model)
+    if known.reason is not None:
+        say(model, known, known.reason)
     if known.decoder is None or (rows > MOST_ROWS and library() is None):
         return None
     try:
@@ -117,24 +87,11 @@ def _begin(
             known.verified = True
         return DirectSteps(known.decoder, inputs)
     except UnusualInputsError as error:
-        _say(model, known, error)
+        say(model, known, error)
     except Exception as error:
         known.decoder = None
-        _say(model, known, error)
+        say(model, known, error)
     return None
-
-
-def _say(model: Any, known: Prepared, error: Exception) -> None:
-    """Log why a model takes ordinary steps, once."""
-    expected = isinstance(error, UnknownArchitectureError | UnusualInputsError)
-    reason = str(error) if expected else f"{type(error).__name__}: {error}"
-    if not known.logged:
-        log.info("%s takes the ordinary steps of transformers: %s", type(model).__name__, reason)
-    known.logged = True
-
-
-class UnusualInputsError(Exception):
-    """A model has inputs for which direct steps may be wrong; the message says which."""
 
 
 class DirectSteps:
@@ -184,34 +141,6 @@ def _keys_and_values(cache: Any) -> list[tuple[Tensor, Tensor]]:
     if not hasattr(cache, "layers") or any(type(x) is not DynamicLayer for x in cache.layers):
         raise UnusualInputsError(f"its KV cache is a {type(cache).__name__} of other layers")
     return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-class WeightState:
-    """Tells whether the weights of a model are still the same.
-
-    Most ways to change a weight show in its version or its address. Those that do not, such as
-    ``weight.data += …``, show in a sample of its numbers.
-    """
-
-    def __init__(self, places: list[tuple[int, int]], sample: Tensor) -> None:
-        self._places, self._sample = places, sample
-
-    @staticmethod
-    def of(model: Any) -> WeightState:
-        """Return the present state of a model's weights."""
-        every = [x.detach() for x in parameters(model)]
-        versions = [0 if x.is_inference() else x._version for x in every]
-        places = [(x.data_ptr(), version) for x, version in zip(every, versions, strict=True)]
-        flat = [x.reshape(-1) for x in every if x.numel()]
-        some = [x[:: max(1, x.numel() // SAMPLES)].double() for x in flat]
-        return WeightState(places, torch.cat(some) if some else torch.empty(0))
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightState):
-            return NotImplemented
-        return self._places == other._places and torch.equal(self._sample, other._sample)
-
-    __hash__ = None  # type: ignore[assignment]
 
 
 def _tolerance(model: Any) -> float:

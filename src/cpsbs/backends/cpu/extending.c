@@ -1,0 +1,41 @@
+/* The hypotheses that were selected among the extensions of others: cpsbs.search.recursion._extended. */
+
+#include "scores.h"
+
+typedef struct {
+    /* The hypotheses [sources, parents] that are extended. */
+    const uint8_t *finished;
+    const int64_t *length;
+    const double *log_inclusion; /* null if it is not known */
+    /* What was selected [sources, k]. */
+    const int64_t *index;
+    const uint8_t *present;
+    const double *own_inclusion;
+    const double *total; /* [sources, parents] */
+    const int64_t *ends; /* [number] tokens that end a hypothesis */
+    int64_t k, number, pad;
+    /* The results [sources, k], and whether some total is not finite. */
+    int64_t *token, *longer, *parent;
+    double *log_prob, *inclusion;
+    uint8_t *ended, *is_present, *broken;
+} extension;
+
+void extend(const scores *s, const extension *e) {
+    *e->broken = 0;
+    for (int64_t i = 0; i < s->sources * s->parents; i++) *e->broken |= !isfinite(e->total[i]);
+    for (int64_t i = 0; i < s->sources * e->k; i++) {
+        int64_t source = i / e->k, item = e->index[i], parent = item / s->tokens;
+        int64_t place = source * s->parents + parent, token = item % s->tokens;
+        int present = e->present[i], finished = e->finished[place];
+        if (finished || !present) token = e->pad;
+        int ends = 0;
+        for (int64_t n = 0; n < e->number; n++) ends |= token == e->ends[n];
+        e->parent[i] = parent;
+        e->token[i] = token;
+        e->longer[i] = present ? e->length[place] + !finished : 0;
+        e->is_present[i] = present;
+        e->ended[i] = present && (finished || ends);
+        e->log_prob[i] = present ? score_of(s, source, item) + s->offset[place] : -INFINITY;
+        if (e->inclusion) e->inclusion[i] = e->log_inclusion[place] + e->own_inclusion[i];
+    }
+}

@@ -1,0 +1,115 @@
+/* All layers of a step: what cpsbs.models.transformers.direct does block by block, in one call. */
+
+#include <math.h>
+
+#include "products.h"
+
+typedef struct {
+    const float *weight, *bias; /* [d]; the bias may be null */
+    double eps;
+} norm;
+
+/* A layer; without cross-attention, query is null. */
+typedef struct {
+    norm own, cross, feed;
+    const product *query_key_value, *out, *query, *cross_out, *up, *down;
+} layer;
+
+/* What each row attends to: see cpsbs.models.transformers.direct.slots.Table. */
+typedef struct {
+    const int32_t *slot;
+    int64_t stride;
+    const int32_t *entry, *length, *source;
+    int64_t capacity;
+    float *const *memory; /* the keys and values of all layers, in turns */
+} table;
+
+typedef struct {
+    int64_t layers, norm_first, size, keys, group, dim; /* size: of a row */
+    double scale;
+    const layer *layer;
+} stack;
+
+void put(const float *rows, int64_t stride, float *memory, int64_t capacity, const int32_t *source,
+         const int32_t *slot, int64_t count, int64_t heads, int64_t dim);
+void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
+            int64_t capacity, const int32_t *slots, int64_t table_stride, const int32_t *table_row,
+            const int32_t *length, const int32_t *source, int64_t rows, int64_t heads,
+            int64_t group, int64_t dim, float scale, float *weight, float *out);
+
+/* out = the rows x [count, size] less their means, over their standard deviations. */
+static void normalize_rows(const norm *n, const float *x, int64_t count, int64_t size, float *out) {
+    for (int64_t r = 0; r < count; r++, x += size, out += size) {
+        vec sum = filled(0), square = filled(0);
+        int64_t whole = size / LANES * LANES;
+        for (int64_t i = 0; i < whole; i += LANES) sum += *(const vec *)(x + i);
+        float mean = sum_of(sum), variance;
+        for (int64_t i = whole; i < size; i++) mean += x[i];
+        mean /= (float)size;
+        for (int64_t i = 0; i < whole; i += LANES) {
+            vec y = *(const vec *)(x + i) - mean;
+            square += y * y;
+        }
+        variance = sum_of(square);
+        for (int64_t i = whole; i < size; i++) variance += (x[i] - mean) * (x[i] - mean);
+        float over = 1 / sqrtf(variance / (float)size + (float)n->eps);
+        for (int64_t i = 0; i < size; i++)
+            out[i] = (x[i] - mean) * over * n->weight[i] + (n->bias ? n->bias[i] : 0.0f);
+    }
+}
+
+/* Scratch memory: room for rows of each kind. */
+typedef struct {
+    float *input, *wide, *attended, *sum, *weight;
+    void *rounded;
+} room;
+
+static void attend_to(const stack *s, const table *t, int64_t number, const float *query, int64_t stride,
+                      int64_t count, const room *m) {
+    attend(query, stride, t->memory[2 * number], t->memory[2 * number + 1], t->capacity, t->slot, t->stride,
+           t->entry, t->length, t->source, count, s->keys, s->group, s->dim, (float)s->scale, m->weight,
+           m->attended);
+}
+
+/* x = x + block(x), normalised before or after: the last product of a block and what surrounds it. */
+static void add_block(const stack *s, const norm *n, const product *last, const float *given, int64_t count,
+                      float *x, const room *m) {
+    float *into = s->norm_first ? x : m->sum;
+    multiply(last, given, count, x, into, m->rounded);
+    if (!s->norm_first) normalize_rows(n, m->sum, count, s->size, x);
+}
+
+static const float *input_of(const stack *s, const norm *n, const float *x, int64_t count, const room *m) {
+    if (!s->norm_first) return x;
+    normalize_rows(n, x, count, s->size, m->input);
+    return m->input;
+}
+
+/* Run all layers on the rows x [count, size], in place. New keys and values go to the slots
+   fresh [count] of own; given has the encoder's, or is null. The scratch memory has room for count
+   rows of 2 size + wide + heads dim numbers, count (largest input + 4) bytes, and longest numbers. */
+void run_layers(const stack *s, float *x, int64_t count, const table *own, const int32_t *fresh,
+                const table *given, int64_t wide, int64_t longest, float *scratch) {
+    int64_t heads = s->keys * s->group * s->dim, shared = s->keys * s->dim, all = heads + 2 * shared;
+    room m = {.input = scratch, .sum = scratch + count * s->size};
+    m.wide = m.sum + count * s->size;
+    m.attended = m.wide + count * wide;
+    m.weight = m.attended + count * heads;
+    m.rounded = m.weight + longest;
+    for (int64_t number = 0; number < s->layers; number++) {
+        const layer *l = s->layer + number;
+        multiply(l->query_key_value, input_of(s, &l->own, x, count, &m), count, 0, m.wide, m.rounded);
+        for (int64_t i = 0; i < 2; i++)
+            put(m.wide + heads + i * shared, all, own->memory[2 * number + i], own->capacity, own->source,
+                fresh, count, s->keys, s->dim);
+        attend_to(s, own, number, m.wide, all, count, &m);
+        add_block(s, &l->own, l->out, m.attended, count, x, &m);
+        if (l->query && given) {
+            multiply(l->query, input_of(s, &l->cross, x, count, &m), count, 0, m.wide, m.rounded);
+            attend_to(s, given, number, m.wide, heads, count, &m);
+            add_block(s, &l->cross, l->cross_out, m.attended, count, x, &m);
+        }
+        multiply(l->up, input_of(s, &l->feed, x, count, &m), count, 0, m.wide, m.rounded);
+        add_block(s, &l->feed, l->down, m.wide, count, x, &m);
+    }
+}

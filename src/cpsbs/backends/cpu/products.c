@@ -1,0 +1,153 @@
+/* Products of rows with packed weights, in float32 and in int8, with what follows a product: bias,
+   activation, residual. cpsbs.backends.cpu.products packs the weights in panels of 64 outputs. */
+
+#include <stdlib.h>
+
+#include "products.h"
+#if defined(__AVX512VNNI__) && defined(__AVX512F__)
+#include <immintrin.h>
+#define HAS_VNNI 1
+#endif
+
+#define PARTS (PANEL / LANES)
+#define ROWS 6
+
+/* Sums stay in registers only if loops over them are unrolled early. */
+#define UNROLLED _Pragma("GCC unroll 8")
+
+/* The activation of x; the numbers are those of cpsbs.backends.cpu.products. */
+static inline vec activated(vec x, int64_t activation) {
+    if (activation == 1) return larger(x, filled(0));
+    if (activation == 0) return x;
+    /* What follows is x times a sigmoid: of x, or for gelu of another function. */
+    vec y = x;
+    if (activation == 3) y = 1.5957691216f * (x + 0.044715f * x * x * x);
+    ivec negative = y < 0.0f;
+    vec e = exponential((vec)(((ivec)y & negative) | ((ivec)-y & ~negative)));
+    vec top = (vec)(((ivec)e & negative) | ((ivec)filled(1) & ~negative));
+    return x * (top / (1.0f + e));
+}
+
+/* Write a panel of a row: what was summed, + bias, activated, + residual. */
+static inline void finish(const product *p, const vec *sum, int64_t panel, const float *residual, float *out) {
+    int64_t first = panel * PANEL;
+    for (int part = 0; part < PARTS && first + part * LANES < p->out; part++) {
+        int64_t at = first + part * LANES, left = p->out - at;
+        vec x = sum[part];
+        if (p->bias) x = x + some(p->bias + at, left, 0);
+        if (p->activation) x = activated(x, p->activation);
+        if (residual) x = x + some(residual + at, left, 0);
+        if (left >= LANES) *(vec *)(out + at) = x;
+        else
+            for (int64_t i = 0; i < left; i++) out[at + i] = x[i];
+    }
+}
+
+static inline __attribute__((always_inline)) void multiply_rows(
+    const product *p, const float *x, int64_t panel, const float *residual, float *out, const int rows) {
+    const vec *weight = (const vec *)p->weight + panel * p->in * PARTS;
+    vec sum[ROWS][PARTS];
+UNROLLED
+    for (int r = 0; r < rows; r++)
+UNROLLED
+        for (int part = 0; part < PARTS; part++) sum[r][part] = filled(0);
+    for (int64_t i = 0; i < p->in; i++, weight += PARTS)
+UNROLLED
+        for (int r = 0; r < rows; r++)
+UNROLLED
+            for (int part = 0; part < PARTS; part++) sum[r][part] += x[r * p->in + i] * weight[part];
+UNROLLED
+    for (int r = 0; r < rows; r++)
+        finish(p, sum[r], panel, residual ? residual + r * p->out : 0, out + r * p->out);
+}
+
+#ifdef HAS_VNNI
+static inline __attribute__((always_inline)) void multiply_bytes(
+    const product *p, const uint8_t *x, const float *scale, int64_t panel, const float *residual, float *out,
+    const int rows) {
+    const __m512i *weight = (const __m512i *)p->weight + panel * (p->in / 4) * PARTS;
+    const int32_t *less = p->correction + panel * PANEL;
+    __m512i sum[ROWS][PARTS];
+UNROLLED
+    for (int r = 0; r < rows; r++)
+UNROLLED
+        for (int part = 0; part < PARTS; part++) sum[r][part] = _mm512_loadu_si512(less + part * LANES);
+    for (int64_t i = 0; i < p->in; i += 4, weight += PARTS) {
+        __m512i w[PARTS];
+UNROLLED
+        for (int part = 0; part < PARTS; part++) w[part] = _mm512_loadu_si512(weight + part);
+UNROLLED
+        for (int r = 0; r < rows; r++) {
+            int32_t four;
+            memcpy(&four, x + r * p->in + i, sizeof four);
+            __m512i same = _mm512_set1_epi32(four);
+UNROLLED
+            for (int part = 0; part < PARTS; part++)
+                /* With the intrinsic, GCC 12 copies and spills the sums. */
+                __asm__("vpdpbusd %2, %1, %0" : "+v"(sum[r][part]) : "v"(same), "v"(w[part]));
+        }
+    }
+UNROLLED
+    for (int r = 0; r < rows; r++) {
+        vec total[PARTS];
+UNROLLED
+        for (int part = 0; part < PARTS; part++) {
+            int64_t at = panel * PANEL + part * LANES;
+            vec number = (vec)_mm512_cvtepi32_ps(sum[r][part]);
+            total[part] = number * *(const vec *)(p->scale + at) * scale[r];
+        }
+        finish(p, total, panel, residual ? residual + r * p->out : 0, out + r * p->out);
+    }
+}
+#endif
+
+/* Whether products are fast on this processor: they need the registers of AVX-512. */
+int64_t multiplies_floats(void) {
+#ifdef __AVX512F__
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+int64_t multiplies_bytes(void) {
+#ifdef HAS_VNNI
+    return 1;
+#else
+    return 0;
+#endif
+}
+
+#define EACH(F, ...)                          \
+    switch (here) {                           \
+    case 1: F(__VA_ARGS__, 1); break;         \
+    case 2: F(__VA_ARGS__, 2); break;         \
+    case 3: F(__VA_ARGS__, 3); break;         \
+    case 4: F(__VA_ARGS__, 4); break;         \
+    case 5: F(__VA_ARGS__, 5); break;         \
+    default: F(__VA_ARGS__, 6); break;        \
+    }
+
+/* out = act(x W^T + b) + residual for rows x [count, in]; scratch has room for count * (in + 4)
+   bytes. */
+void multiply(const product *p, const float *x, int64_t count, const float *residual, float *out,
+              void *scratch) {
+    int64_t panels = (p->out + PANEL - 1) / PANEL;
+    float *scale = scratch;
+    uint8_t *bytes = (uint8_t *)(scale + count);
+    if (p->scale) round_rows(x, count, p->in, bytes, scale);
+    /* A block of rows stays in the cache for all panels, and a panel for all rows of the block. */
+    for (int64_t panel = 0; panel < panels; panel++)
+        for (int64_t r = 0; r < count; r += ROWS) {
+            int64_t here = count - r < ROWS ? count - r : ROWS;
+            const float *more = residual ? residual + r * p->out : 0;
+            float *into = out + r * p->out;
+#ifdef HAS_VNNI
+            if (p->scale) {
+                EACH(multiply_bytes, p, bytes + r * p->in, scale + r, panel, more, into)
+                continue;
+            }
+#endif
+            EACH(multiply_rows, p, x + r * p->in, panel, more, into)
+        }
+}

@@ -1,0 +1,19 @@
+/* A product with packed weights: see products.c. */
+
+#pragma once
+
+#include "vectors.h"
+
+#define PANEL 64
+
+typedef struct {
+    const void *weight;        /* [panels, in, 64] float, or [panels, in / 4, 64, 4] int8 */
+    const float *scale;        /* [panels * 64] of the weights; null for float */
+    const int32_t *correction; /* [panels * 64] -128 * the sum of the weights of an output */
+    const float *bias;         /* [out] or null */
+    int64_t in, out, activation;
+} product;
+
+void multiply(const product *p, const float *x, int64_t count, const float *residual, float *out,
+              void *scratch);
+void round_rows(const float *rows, int64_t count, int64_t dim, uint8_t *rounded, float *scale);

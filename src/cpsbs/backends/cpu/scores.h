@@ -1,0 +1,39 @@
+/* What a search's scores look like to compiled functions: see cpsbs.scores.reading.Chunks. */
+
+#pragma once
+
+#include "vectors.h"
+
+typedef struct {
+    const float *rows;    /* [n, tokens] the scores as the model gives them */
+    const int64_t *row;   /* [sources, parents] the row of each parent, n for none; null: in order */
+    const float *maxima;  /* [sources, parents, chunks] */
+    const float *sums;    /* [terms, sources, parents, chunks] */
+    const double *offset; /* [sources, parents] */
+    int64_t n, sources, parents, tokens, chunks, length, terms;
+    double temperature;
+} scores;
+
+/* The largest candidates of a source, in ascending order of their numbers, and the chunks that were
+   scanned for them. */
+typedef struct {
+    int64_t most;   /* how many candidates are wanted */
+    int64_t stride; /* the room for the members of a chunk */
+    int64_t found;  /* how many chunks were scanned */
+    double lowest;  /* what the members are relative to */
+    int32_t *chunk; /* [most] the chunks, ascending */
+    float *member;  /* [most, stride] log-probabilities relative to lowest; -inf fills up */
+    int32_t *place; /* [most] where each candidate is among the members */
+    int64_t *item;  /* [most] the candidates */
+    double *value;  /* [most] their log-probabilities */
+    /* Scratch memory. */
+    double *level;
+    uint32_t *key;
+    int32_t *some;
+} head;
+
+head head_for(const scores *s, int64_t most);
+void free_head(head *h);
+int find_head(const scores *s, int64_t source, head *h);
+double score_of(const scores *s, int64_t source, int64_t item);
+const float *row_of(const scores *s, int64_t source, int64_t parent);

@@ -1,0 +1,184 @@
+"""All layers of a step in one compiled call, where every part of them is compiled."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from torch import Tensor
+
+from cpsbs.backends.cpu.compiled import INTEGER, LANES, POINTER, Fields, address, library
+from cpsbs.backends.cpu.products import in_one_thread
+from cpsbs.models.transformers.direct.attention import Heads
+from cpsbs.models.transformers.direct.layers import Layer, LayerNorm, Memory, Norm, UpAndDown
+from cpsbs.models.transformers.direct.products import Product
+from cpsbs.models.transformers.direct.slots import Table
+from cpsbs.scores.memory import scratch_buffer
+
+
+class _Norm(ctypes.Structure):
+    """``norm`` in C."""
+
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double))
+
+
+class _Layer(ctypes.Structure):
+    """``layer`` in C."""
+
+    _fields_ = (
+        *((name, _Norm) for name in ("own", "cross", "feed")),
+        *((name, POINTER) for name in ("query_key_value", "out", "query", "cross_out")),
+        *((name, POINTER) for name in ("up", "down")),
+    )
+
+
+class _Table(Fields):
+    """``table`` in C."""
+
+    _fields_ = (
+        *(("slot", POINTER), ("stride", INTEGER), ("entry", POINTER), ("length", POINTER)),
+        *(("source", POINTER), ("capacity", INTEGER), ("memory", POINTER)),
+    )
+
+
+class _Stack(ctypes.Structure):
+    """``stack`` in C."""
+
+    _fields_ = (
+        *((name, INTEGER) for name in ("layers", "norm_first", "size", "keys", "group", "dim")),
+        *(("scale", ctypes.c_double), ("layer", POINTER)),
+    )
+
+
+class CompiledLayers:
+    """The layers of an encoder or a decoder; ``of`` makes one where that is possible."""
+
+    def __init__(self, layers: tuple[Layer, ...], heads: Heads, norm_first: bool) -> None:
+        self._kept = layers  # whose addresses are held here
+        self._layers = (_Layer * len(layers))(*map(_layer, layers))
+        size = layers[0].out.outputs
+        group = heads.queries // heads.keys
+        sizes = (len(layers), norm_first, size, heads.keys, group, heads.dim)
+        self._stack = _Stack(*sizes, heads.scale, ctypes.addressof(self._layers))
+        products = [x for layer in layers for x in _products(layer)]
+        self._wide = max(x.outputs for x in products)
+        self._row = 2 * size + self._wide + heads.queries * heads.dim
+        self._inputs = max(x.inputs for x in products)
+        self._largest = max(x.inputs * x.outputs for x in products)
+
+    @staticmethod
+    def of(layers: tuple[Layer, ...], heads: Heads, norm_first: bool) -> CompiledLayers | None:
+        """Return the layers, or None if some part of them is not compiled."""
+        parts = all(
+            isinstance(layer.feed, UpAndDown)
+            and all(product.compiled is not None for product in _products(layer))
+            and all(isinstance(norm, LayerNorm) for norm in _norms(layer))
+            for layer in layers
+        )
+        if library() is None or not parts or heads.dim % LANES:
+            return None
+        return CompiledLayers(layers, heads, norm_first)
+
+    def suits(self, rows: int) -> bool:
+        """Return whether the largest product for so many rows is best done in one thread."""
+        return in_one_thread(rows * self._largest)
+
+    def run(
+        self,
+        x: Tensor,
+        own: Memory,
+        table: Table | None = None,
+        encoded: list[tuple[Tensor, Tensor]] | None = None,
+        length: int = 0,
+    ) -> Tensor:
+        """Return the output of the layers for rows x [n, d], which are overwritten.
+
+        Args:
+            x: the input.
+            own: the keys and values of the rows; those of x are added.
+            table: what rows attend to of the encoder's states.
+            encoded: the keys and values of these, for each layer.
+            length: their number for each source.
+        """
+        x = x.contiguous()
+        rows = x.shape[0]
+        memory = own.memory * (self._stack.layers if len(own.memory) == 2 else 1)
+        mine, longest, given = (
+            _table(own.table, memory, own.capacity),
+            own.table.slot.shape[1],
+            None,
+        )
+        if table is not None and encoded is not None:
+            flat = [part for pair in encoded for part in pair]
+            given, longest = _table(table, flat, length), max(longest, table.slot.shape[1])
+        longest = LANES * (longest // LANES + 1)
+        scratch = scratch_buffer(
+            (rows * (4 * self._row + self._inputs + 4) + 4 * longest) // 8 + 1, x.device
+        )
+        compiled = library()
+        assert compiled is not None
+        compiled.run_layers(
+            ctypes.addressof(self._stack),
+            address(x),
+            rows,
+            ctypes.addressof(mine),
+            address(own.new),
+            None if given is None else ctypes.addressof(given),
+            self._wide,
+            longest,
+            address(scratch),
+        )
+        return x
+
+
+def _table(table: Table, memory: list[Tensor], capacity: int) -> Fields:
+    pointers = (POINTER * len(memory))(*[x.data_ptr() for x in memory])
+    fields = _Table.of(
+        slot=table.slot,
+        stride=table.slot.stride(0),
+        entry=table.entry,
+        length=table.length,
+        source=table.source,
+        capacity=capacity,
+        memory=ctypes.addressof(pointers),
+    )
+    fields.pointers = pointers
+    return fields
+
+
+def _products(layer: Layer) -> list[Product]:
+    feed: Any = layer.feed
+    cross = [] if layer.cross is None else [layer.cross.query, layer.cross.out]
+    return [layer.query_key_value, layer.out, *cross, feed.up, feed.down]
+
+
+def _norms(layer: Layer) -> list[Norm]:
+    cross = [] if layer.cross is None else [layer.cross.norm]
+    return [layer.norm, *cross, layer.feed_norm]
+
+
+def _layer(layer: Layer) -> _Layer:
+    feed: Any = layer.feed
+    cross = layer.cross
+    return _Layer(
+        _norm(layer.norm),
+        _norm(None if cross is None else cross.norm),
+        _norm(layer.feed_norm),
+        _address(layer.query_key_value),
+        _address(layer.out),
+        None if cross is None else _address(cross.query),
+        None if cross is None else _address(cross.out),
+        _address(feed.up),
+        _address(feed.down),
+    )
+
+
+def _norm(norm: Any) -> _Norm:
+    if norm is None:
+        return _Norm(None, None, 0.0)
+    return _Norm(address(norm.weight), address(norm.bias), norm.eps)
+
+
+def _address(product: Product) -> int:
+    assert product.compiled is not None
+    return product.compiled.address

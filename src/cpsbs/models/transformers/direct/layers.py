@@ -1,0 +1,133 @@
+"""The layers of a Transformer, in as few calls as it takes: what encoders and decoders share.
+
+A ``Layer`` holds the prepared parts of a layer: ``families`` takes them from the modules of
+transformers by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cpsbs.models.transformers.direct.attention import Heads, attend, put
+from cpsbs.models.transformers.direct.products import Product
+from cpsbs.models.transformers.direct.slots import Table
+
+Norm = Callable[[Tensor], Tensor]
+"""Maps rows [n, d] to normalised rows."""
+
+FeedForward = Callable[[Tensor, Tensor], Tensor]
+"""Maps rows [n, d] and a residual [n, d] to the output of the feed-forward block + residual."""
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """Rows less their means, over their standard deviations, with a weight and a bias."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the normalised rows."""
+        return torch.nn.functional.layer_norm(
+            x, self.weight.shape, self.weight, self.bias, self.eps
+        )
+
+
+@dataclass(frozen=True)
+class UpAndDown:
+    """A feed-forward block of two products, the first with an activation."""
+
+    up: Product
+    down: Product
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the output of the block + residual."""
+        return self.down(self.up(x), residual)
+
+
+Embed = Callable[[Tensor, Tensor], Tensor]
+"""Maps tokens [n] and their positions [n] to rows [n, d]."""
+
+Rotate = Callable[[Tensor], Tensor]
+"""Rotates queries or keys [n, heads, dim] by the positions of their rows."""
+
+
+@dataclass(frozen=True)
+class Cross:
+    """The attention of a layer to the encoder's states."""
+
+    norm: Norm
+    query: Product
+    out: Product
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer: attention of the rows to each other, to an encoder's states, and feed-forward."""
+
+    norm: Norm
+    query_key_value: Product
+    out: Product
+    cross: Cross | None
+    feed_norm: Norm
+    feed: FeedForward
+
+
+class Memory(Protocol):
+    """Where the keys and values of rows lie: in slots of their sources."""
+
+    memory: list[Tensor]
+    """[S, heads, capacity, dim] the slots of each layer, keys and values in turn, flat."""
+    capacity: int
+    table: Table
+    """What each row attends to."""
+    new: Tensor
+    """[n] the slot of each row."""
+
+    @property
+    def used(self) -> int:
+        """The number of slots in use."""
+        ...
+
+
+def block(norm_first: bool, norm: Norm, x: Tensor, run: FeedForward) -> Tensor:
+    """Return x + run(x), normalised before or after."""
+    return run(norm(x), x) if norm_first else norm(run(x, x))
+
+
+def attend_to_rows(
+    layer: Layer,
+    number: int,
+    heads: Heads,
+    slots: Memory,
+    rotate: Rotate | None,
+    x: Tensor,
+    residual: Tensor,
+) -> Tensor:
+    """Return the attention of rows to rows of their sources, their own among them, + residual.
+
+    Args:
+        layer: the layer.
+        number: its number.
+        heads: the sizes of the attention.
+        slots: keeps the keys and values, those of x from now on.
+        rotate: what turns queries and keys by their positions, if the model does so.
+        x: [n, d] the input of the block.
+        residual: [n, d] what is added to the output.
+    """
+    own, shared = heads.queries * heads.dim, heads.keys * heads.dim
+    query, key, value = torch.split(layer.query_key_value(x), [own, shared, shared], dim=-1)
+    if rotate is not None:
+        query = rotate(query.reshape(-1, heads.queries, heads.dim)).flatten(1)
+        key = rotate(key.reshape(-1, heads.keys, heads.dim)).flatten(1)
+    keys, values = slots.memory[2 * number : 2 * number + 2]
+    for memory, rows in ((keys, key), (values, value)):
+        put(rows, memory, slots.capacity, slots.table.source, slots.new, heads)
+    attended = attend(query, keys, values, slots.capacity, slots.used, slots.table, heads)
+    return layer.out(attended, residual)
