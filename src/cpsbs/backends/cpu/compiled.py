@@ -98,7 +98,7 @@ def library() -> Any | None:
         for name, types in ARGUMENTS.items():
             getattr(found, name).argtypes = types
             getattr(found, name).restype = INTEGER if name in RETURNING else None
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         log.info("decoding on the CPU uses torch alone: %s", error)
         return None
     return found
