@@ -20,7 +20,7 @@ from transformers import (
     MarianMTModel,
 )
 
-from cpsbs import TransformersModel, search
+from cpsbs import Beams, TransformersModel, search
 from cpsbs.backends.cpu import compiled, products
 from cpsbs.models.transformers import int8
 from cpsbs.models.transformers.direct import (
@@ -370,3 +370,31 @@ def test_int8_steps_are_close_to_those_in_float32() -> None:
         wrapped.start()
         own = wrapped.advance(torch.tensor([0, 1, 2]), torch.tensor([5, 6, 7])).log_softmax(-1)
     assert float((own.exp() * (found - own).abs()).sum(-1).max()) < 0.1
+
+
+def test_defaults_of_torch_change_nothing() -> None:
+    """Compiled functions write to addresses, so that every buffer must be what they take it for."""
+    for kind in ("marian", "llama"):
+        model = wide(kind)
+        inputs = prompts(model)
+
+        def found(inputs: Any = inputs, model: Any = model) -> Beams:
+            return search(
+                TransformersModel(model, **inputs), 3, "conditional-poisson",
+                max_length=12, generator=0,
+            )  # fmt: skip
+
+        expected = found()
+        dtype, device = torch.get_default_dtype(), torch.get_default_device()
+        try:
+            torch.set_default_dtype(torch.float64)
+            again = found()
+            torch.set_default_dtype(dtype)
+            torch.set_default_device("meta")
+            elsewhere = found()
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_default_device(device)
+        for other in (again, elsewhere):
+            assert torch.equal(other.sequences, expected.sequences)
+            torch.testing.assert_close(other.log_prob, expected.log_prob, rtol=0, atol=1e-5)

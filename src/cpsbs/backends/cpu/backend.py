@@ -46,7 +46,7 @@ class CompiledBackend(Backend):
         scores = None if compiled is None else scores_of(chunks, None)
         if compiled is None or scores is None:
             return None
-        total, offset = torch.empty((2, *log_prob.shape), dtype=torch.float64)
+        total, offset = torch.empty((2, *log_prob.shape), dtype=torch.float64, device="cpu")
         given = [address(x) for x in (log_prob.contiguous(), total, offset)]
         compiled.normalize(ctypes.addressof(scores), *given)
         return total, offset
@@ -62,8 +62,8 @@ class CompiledBackend(Backend):
             return None
         shape = (chunks.shape[0], m)
         value, index = (
-            torch.empty(shape, dtype=torch.float64),
-            torch.empty(shape, dtype=torch.int64),
+            torch.empty(shape, dtype=torch.float64, device="cpu"),
+            torch.empty(shape, dtype=torch.int64, device="cpu"),
         )
         found = compiled.find_largest(ctypes.addressof(scores), m, address(value), address(index))
         return Largest(value, index) if found else None

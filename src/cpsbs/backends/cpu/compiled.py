@@ -154,7 +154,10 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor] | None:
     if compiled is None:
         return None
     x = x.contiguous()
-    rounded, scale = torch.empty(x.shape, dtype=torch.uint8), torch.empty((len(x), 1))
+    rounded, scale = (
+        torch.empty(x.shape, dtype=torch.uint8, device="cpu"),
+        torch.empty((len(x), 1), dtype=torch.float32, device="cpu"),
+    )
     compiled.round_rows(address(x), *x.shape, address(rounded), address(scale))
     return rounded, scale
 

@@ -98,12 +98,12 @@ def draw(compiled: Any, weights: CandidateWeights, k: int, streams: Streams) -> 
     given = [ctypes.addressof(x) for x in (scores, design, law)]
     if not compiled.poisson_laws(*given):
         return None
-    index = torch.empty((weights.shape[0], k), dtype=torch.int64)
+    index = torch.empty((weights.shape[0], k), dtype=torch.int64, device="cpu")
     heads = _flip(compiled, given[1:], index, size, n, streams)
     _fill(compiled, given, index, heads, weights.chunks.length, streams)
-    log_inclusion = torch.empty(index.shape, dtype=torch.float64)
+    log_inclusion = torch.empty(index.shape, dtype=torch.float64, device="cpu")
     compiled.poisson_inclusion(*given, address(index), address(log_inclusion))
-    return Selection(index, torch.ones(index.shape, dtype=torch.bool), log_inclusion)
+    return Selection(index, torch.ones(index.shape, dtype=torch.bool, device="cpu"), log_inclusion)
 
 
 def _empty_law(sources: int, k: int, size: int, chunks: int, design: Any) -> Fields:
@@ -115,15 +115,18 @@ def _empty_law(sources: int, k: int, size: int, chunks: int, design: Any) -> Fie
         "turned": 2 * design.half,
         "number": 4,
     }
-    real = {name: torch.empty((sources, x), dtype=torch.float64) for name, x in shapes.items()}
-    return _Law.of(item=torch.empty((sources, size), dtype=torch.int64), **real)
+    real = {
+        name: torch.empty((sources, x), dtype=torch.float64, device="cpu")
+        for name, x in shapes.items()
+    }
+    return _Law.of(item=torch.empty((sources, size), dtype=torch.int64, device="cpu"), **real)
 
 
 def _flip(
     compiled: Any, given: list[int], index: Tensor, size: int, n: int, streams: Streams
 ) -> Tensor:
     """Put the items of the head that come up into ``index`` [R, K]; return their numbers [R]."""
-    heads = torch.zeros(index.shape[0], dtype=torch.int64)
+    heads = torch.zeros(index.shape[0], dtype=torch.int64, device="cpu")
     batch = shared_arange(index.shape[0], CPU)
     budget = 1 + block_size(CPU) // (1 + size)
     enough = 4 * math.ceil(math.sqrt(variance_bound(index.shape[1], size)))
@@ -132,7 +135,7 @@ def _flip(
         if not streams.separate:
             tries = max(1, min(budget // batch.shape[0], enough))
         uniform = streams.uniform(batch, (tries, size + 1))
-        accepted = torch.empty(batch.shape[0], dtype=torch.bool)
+        accepted = torch.empty(batch.shape[0], dtype=torch.bool, device="cpu")
         into = [address(x) for x in (uniform, index, heads, accepted)]
         compiled.poisson_flips(*given, address(batch), batch.shape[0], tries, *into)
         batch, tries = batch[~accepted], min(2 * tries, enough)
@@ -150,7 +153,7 @@ def _fill(
         left = pending[start : start + budget].contiguous()
         while left.shape[0] > 0:
             uniform = streams.uniform(left, (k, 2))
-            filled = torch.empty(left.shape[0], dtype=torch.bool)
+            filled = torch.empty(left.shape[0], dtype=torch.bool, device="cpu")
             into = [address(x) for x in (uniform, heads, index, filled)]
             compiled.poisson_fill(*given, address(left), left.shape[0], *into)
             left = left[~filled]

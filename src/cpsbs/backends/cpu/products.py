@@ -105,7 +105,7 @@ class PackedProduct:
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         rows = x.shape[0]
-        out = torch.empty((rows, self._outputs))
+        out = torch.empty((rows, self._outputs), dtype=torch.float32, device="cpu")
         scratch = scratch_buffer(rows * (self.inputs + 4) // 8 + 1, x.device)
         compiled = library()
         assert compiled is not None

@@ -73,7 +73,7 @@ class Int8Weight:
     def _packed(self) -> tuple[Tensor, Tensor, Tensor]:
         """The weight in the layout of the kernels, its scales, and zeros."""
         packed: Tensor = torch.ops.onednn.qlinear_prepack(self.values, None)
-        return packed, self.scale, torch.zeros(len(self.scale), dtype=torch.int32)
+        return packed, self.scale, torch.zeros(len(self.scale), dtype=torch.int32, device="cpu")
 
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
         """Return x Wᵀ + b + residual for float32 inputs x [..., in] and a residual [..., out]."""
@@ -84,7 +84,7 @@ class Int8Weight:
             y = self._compiled(rows, added)
             return (y if bias is None else y.add_(bias)).view(*x.shape[:-1], outputs)
         given, scale = _rounded(rows)
-        y = torch.empty((len(rows), outputs))
+        y = torch.empty((len(rows), outputs), dtype=torch.float32, device="cpu")
         more = None if residual is None else residual.reshape(y.shape).contiguous()
         height = max(1, BLOCK // outputs)
         for top in range(0, len(rows), height):
@@ -167,7 +167,10 @@ def is_quantized(model: nn.Module) -> bool:
 @functools.cache
 def int8_works() -> bool:
     """Return whether torch has products with int8 weights here, and they are right."""
-    x, weight = torch.eye(3, 8) - 0.5, torch.arange(32.0).view(4, 8) - 16
+    x, weight = (
+        torch.eye(3, 8, dtype=torch.float32, device="cpu") - 0.5,
+        torch.arange(32.0, dtype=torch.float32, device="cpu").view(4, 8) - 16,
+    )
     try:
         found = Int8Weight.of(weight).product(x, None)
     except (AttributeError, RuntimeError, TypeError):

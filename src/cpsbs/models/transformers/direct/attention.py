@@ -34,7 +34,9 @@ def put(
     """
     compiled = library()
     if compiled is None:
-        places = (source.long()[:, None] * heads.keys + torch.arange(heads.keys)) * capacity
+        places = (
+            source.long()[:, None] * heads.keys + torch.arange(heads.keys, device="cpu")
+        ) * capacity
         places += slot[:, None]
         memory.view(-1, heads.dim).index_copy_(0, places.flatten(), rows.reshape(-1, heads.dim))
         return
@@ -61,8 +63,10 @@ def attend(
     if compiled is None or heads.dim % LANES:
         return _attend_by_torch(query, keys, values, capacity, used, table, heads)
     query = rows_of(query)
-    out = torch.empty((len(query), heads.queries * heads.dim))
-    weight = torch.empty(LANES * (table.slot.shape[1] // LANES + 1))
+    out = torch.empty((len(query), heads.queries * heads.dim), dtype=torch.float32, device="cpu")
+    weight = torch.empty(
+        LANES * (table.slot.shape[1] // LANES + 1), dtype=torch.float32, device="cpu"
+    )
     of_rows = (address(table.entry), address(table.length), address(table.source), len(query))
     compiled.attend(
         address(query),
@@ -96,12 +100,18 @@ def _attend_by_torch(
     counts = torch.bincount(table.source)
     sources, k, group = len(counts), int(counts.max()), heads.queries // heads.keys
     source = table.source.long()
-    place = source * k + torch.arange(len(query)) - (counts.cumsum(0) - counts)[source]
+    place = (
+        source * k + torch.arange(len(query), device="cpu") - (counts.cumsum(0) - counts)[source]
+    )
     shape = (sources, k, heads.keys, group, heads.dim)
-    rows = torch.zeros((sources * k, query.shape[1])).index_copy_(0, place, query)
+    rows = torch.zeros(
+        (sources * k, query.shape[1]), dtype=torch.float32, device="cpu"
+    ).index_copy_(0, place, query)
     # The rows of all queries that share keys follow each other.
     rows = rows.view(shape).permute(0, 2, 3, 1, 4).reshape(-1, group * k, heads.dim)
-    bias = torch.zeros((sources * k, used)).index_copy_(0, place, table.bias(used))
+    bias = torch.zeros((sources * k, used), dtype=torch.float32, device="cpu").index_copy_(
+        0, place, table.bias(used)
+    )
     bias = bias.view(sources, 1, 1, k, used).expand(-1, heads.keys, group, -1, -1)
     bias = bias.reshape(-1, group * k, used)
     size = sources * heads.keys * capacity * heads.dim

@@ -109,7 +109,7 @@ class Encoded:
     def __init__(self, layers: list[tuple[Tensor, Tensor]], mask: Tensor | None) -> None:
         sources, _, self.length, _ = layers[0][0].shape
         self.layers = [(keys.contiguous(), values.contiguous()) for keys, values in layers]
-        every = torch.ones((sources, self.length), dtype=torch.bool)
+        every = torch.ones((sources, self.length), dtype=torch.bool, device="cpu")
         self._slot, self._number = visible_slots(every if mask is None else mask.bool())
         self._table: Table | None = None
 

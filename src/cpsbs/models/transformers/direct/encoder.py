@@ -47,7 +47,7 @@ class Encoder:
             x = block(self.norm_first, layer.norm, x, attend_to_source)
             x = block(self.norm_first, layer.feed_norm, x, layer.feed)
         x = x if self.norm is None else self.norm(x)
-        states = torch.zeros((*mask.shape, x.shape[-1]))
+        states = torch.zeros((*mask.shape, x.shape[-1]), dtype=torch.float32, device="cpu")
         states[source, position] = x
         return states
 
@@ -70,7 +70,7 @@ class _AllRows:
         self.capacity = self.used = int(lengths.max())
         size = len(mask) * heads.keys * self.capacity * heads.dim
         self.memory = [memory_for_slots(size, heads.dim) for _ in range(2)]
-        slot = torch.arange(self.capacity, dtype=torch.int32)
+        slot = torch.arange(self.capacity, dtype=torch.int32, device="cpu")
         self.new = (mask.cumsum(-1, dtype=torch.int32) - 1)[mask]
-        one = torch.zeros(len(source), dtype=torch.int32)
+        one = torch.zeros(len(source), dtype=torch.int32, device="cpu")
         self.table = Table(slot[None], one, lengths[source], source.to(torch.int32))

@@ -276,7 +276,10 @@ def _rms_norm(module: Any) -> Norm:
 
 def _rotation(module: Any, position: Tensor) -> Callable[[Tensor], Tensor]:
     """Return the function that rotates heads [n, heads, dim] by their positions [n]."""
-    cos, sin = (x[0, :, None] for x in module(torch.empty(0), position[None]))
+    cos, sin = (
+        x[0, :, None]
+        for x in module(torch.empty(0, dtype=torch.float32, device="cpu"), position[None])
+    )
 
     def rotated(x: Tensor) -> Tensor:
         half = x.shape[-1] // 2

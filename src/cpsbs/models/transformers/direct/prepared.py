@@ -94,7 +94,9 @@ class WeightState:
         places = [(x.data_ptr(), version) for x, version in zip(every, versions, strict=True)]
         flat = [x.reshape(-1) for x in every if x.numel()]
         some = [x[:: max(1, x.numel() // SAMPLES)].double() for x in flat]
-        return WeightState(places, torch.cat(some) if some else torch.empty(0))
+        return WeightState(
+            places, torch.cat(some) if some else torch.empty(0, dtype=torch.float32, device="cpu")
+        )
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, WeightState):

@@ -124,7 +124,10 @@ def _below_each_other(weights: list[tuple[Tensor | Int8Weight, Tensor | None]]) 
     if all(bias is None for _, bias in weights):
         return None
     every = [
-        torch.zeros(weight.shape[0]) if bias is None else bias.detach() for weight, bias in weights
+        torch.zeros(weight.shape[0], dtype=torch.float32, device="cpu")
+        if bias is None
+        else bias.detach()
+        for weight, bias in weights
     ]
     return every[0] if len(every) == 1 else torch.cat(every)
 
@@ -132,7 +135,11 @@ def _below_each_other(weights: list[tuple[Tensor | Int8Weight, Tensor | None]]) 
 @functools.cache
 def onednn_packs() -> bool:
     """Return whether torch has oneDNN's products with packed weights here, and they are right."""
-    x, weight, bias = torch.eye(3, 5), torch.arange(20.0).view(4, 5), torch.arange(4.0)
+    x, weight, bias = (
+        torch.eye(3, 5, dtype=torch.float32, device="cpu"),
+        torch.arange(20.0, dtype=torch.float32, device="cpu").view(4, 5),
+        torch.arange(4.0, dtype=torch.float32, device="cpu"),
+    )
     try:
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
         products: Any = torch.ops.mkldnn._linear_pointwise

@@ -40,9 +40,9 @@ class Table:
     def bias(self, slots: int) -> Tensor:
         """Return [n, slots] what is added to attention scores: 0 for slots of the row, or -inf."""
         slot = self.slot.index_select(0, self.entry).long()
-        column = torch.arange(slot.shape[1])
+        column = torch.arange(slot.shape[1], device="cpu")
         slot = torch.where(column < self.length[:, None], slot, slots)
-        bias = torch.full((len(slot), slots + 1), -math.inf)
+        bias = torch.full((len(slot), slots + 1), -math.inf, dtype=torch.float32, device="cpu")
         return bias.scatter_(1, slot, 0.0)[:, :slots]
 
 
@@ -58,7 +58,11 @@ def memory_for_slots(size: int, dim: int) -> Tensor:
     Compiled attention reads no slot that is empty. Masked products multiply what is in there by
     zero: it must be finite.
     """
-    return torch.empty(size) if attends(dim) else torch.zeros(size)
+    return (
+        torch.empty(size, dtype=torch.float32, device="cpu")
+        if attends(dim)
+        else torch.zeros(size, dtype=torch.float32, device="cpu")
+    )
 
 
 class Slots:
@@ -76,10 +80,10 @@ class Slots:
         """[S, heads, capacity, dim] the slots of each layer, keys and values in turn, flat."""
         self._ours = False
         """Whether the memory may be overwritten; at first it is the model's."""
-        self._spare = torch.empty(0)
+        self._spare = torch.empty(0, dtype=torch.float32, device="cpu")
         self._steps = 0
         slot, length = visible_slots(visible)
-        source = torch.arange(self.sources, dtype=torch.int32)
+        source = torch.arange(self.sources, dtype=torch.int32, device="cpu")
         self.table = Table(slot, source, length, source)
         self.new = source
         """[n] the slot of the latest token of each row."""
@@ -101,18 +105,20 @@ class Slots:
         if fewer:
             kept = counts.nonzero()[:, 0]
             number = torch.empty_like(counts, dtype=torch.int32)
-            number[kept] = torch.arange(left, dtype=torch.int32)
+            number[kept] = torch.arange(left, dtype=torch.int32, device="cpu")
             source, counts = number[source.long()], counts[kept]
         if due or fewer or self._used + most > self.capacity:
             slot = self._compact(slot, length, source, kept, most)
         n, first = len(source), counts.cumsum(0) - counts
-        within = torch.arange(n) - first[source.long()]
+        within = torch.arange(n, device="cpu") - first[source.long()]
         self.new = (within + self._used).to(torch.int32)
         self._used += most
         longest = int(length.max()) + 1
         slot = pad(slot, (0, longest - slot.shape[1])) if longest > slot.shape[1] else slot
         slot.scatter_(1, length[:, None].long(), self.new[:, None])
-        self.table = Table(slot, torch.arange(n, dtype=torch.int32), length + 1, source)
+        self.table = Table(
+            slot, torch.arange(n, dtype=torch.int32, device="cpu"), length + 1, source
+        )
         return kept
 
     @property
@@ -136,11 +142,11 @@ class Slots:
             [n, T] the slots of the rows as they are now.
         """
         sources = self.sources if kept is None else len(kept)
-        inside = torch.arange(slot.shape[1]) < length[:, None]
+        inside = torch.arange(slot.shape[1], device="cpu") < length[:, None]
         # Slots of no row are marked in one more column, which is cut off.
         places = torch.where(inside, slot, self._used).long()
         places += source[:, None].long() * (self._used + 1)
-        needed = torch.zeros(sources * (self._used + 1), dtype=torch.bool)
+        needed = torch.zeros(sources * (self._used + 1), dtype=torch.bool, device="cpu")
         needed[places.flatten()] = True
         needed = needed.view(sources, -1)[:, : self._used]
         order, numbers = visible_slots(needed)
@@ -151,8 +157,10 @@ class Slots:
 
     def _move(self, order: Tensor, kept: Tensor | None, capacity: int) -> None:
         """Move the slots [S', m] of the sources ``kept`` into memory with room for more."""
-        place = torch.arange(self.sources) if kept is None else kept
-        first = (place[:, None] * self.heads + torch.arange(self.heads)) * self.capacity
+        place = torch.arange(self.sources, device="cpu") if kept is None else kept
+        first = (
+            place[:, None] * self.heads + torch.arange(self.heads, device="cpu")
+        ) * self.capacity
         index = (first[..., None] + order[:, None]).flatten()
         sources, used = order.shape
         before = self.sources * self.heads * self.capacity * self.dim
@@ -170,5 +178,5 @@ class Slots:
     def _scratch(self, size: int) -> Tensor:
         """Return memory for ``size`` elements, which the next call may reuse."""
         if self._spare.numel() < size:
-            self._spare = torch.empty(size)
+            self._spare = torch.empty(size, dtype=torch.float32, device="cpu")
         return self._spare[:size]

@@ -114,7 +114,7 @@ class DirectSteps:
         crosses = decoder.layers[0].cross is not None
         prompt = _keys_and_values(cache.self_attention_cache if crosses else cache)
         sources, _, length, _ = prompt[0][0].shape
-        visible = torch.ones((sources, length), dtype=torch.bool)
+        visible = torch.ones((sources, length), dtype=torch.bool, device="cpu")
         if crosses:
             self._encoded = Encoded(_keys_and_values(cache.cross_attention_cache), mask)
         elif mask is not None:
@@ -154,13 +154,13 @@ def _compare(direct: DirectSteps, reference: OrdinarySteps, tolerance: float) ->
     In the first step every source gets two rows, in the second these change places, and in the
     third every other source loses one of them.
     """
-    sources = torch.arange(direct.sources)
+    sources = torch.arange(direct.sources, device="cpu")
     twice = sources.repeat_interleave(2)
-    swapped = torch.arange(len(twice)) ^ 1
-    some = (torch.arange(len(twice)) % 4 != 1).nonzero()[:, 0]
+    swapped = torch.arange(len(twice), device="cpu") ^ 1
+    some = (torch.arange(len(twice), device="cpu") % 4 != 1).nonzero()[:, 0]
     for n, parent in enumerate((twice, swapped, some)):
         # Every row and step gets another token, so that a mistaken row or position shows.
-        token = (7 * torch.arange(len(parent)) + 3 + n) % reference.vocab_size
+        token = (7 * torch.arange(len(parent), device="cpu") + 3 + n) % reference.vocab_size
         expected = reference.advance(parent, token)
         found = direct.advance(parent, token)
         p, wanted = expected.softmax(-1), expected.log_softmax(-1)
