@@ -191,9 +191,35 @@ def test_hypotheses_are_extended_as_by_torch(known: bool) -> None:
     found, expected = (
         extended(beam, Candidates(log_prob, chunks, ended), selection, ends, 3) for chunks in tables
     )
-    assert COMPILED.extends(Candidates(log_prob, tables[0], ended))
+    candidates = Candidates(log_prob, tables[0], ended)
+    assert COMPILED.extends(candidates, selection)
+    # A design of the user's may return something else, which is torch's to convert or to refuse.
+    others: tuple[dict[str, Any], ...] = (
+        {"index": index.int()},
+        {"index": index - 25000},
+        {"index": index + 25000},
+        {"present": present.long()},
+        {"log_inclusion": past.float()},
+        {"log_inclusion": past[:, :1]},
+    )
+    for unusual in others:
+        assert not COMPILED.extends(candidates, replace(selection, **unusual))
     assert torch.equal(found.parent, expected.parent)
     assert bool(found.broken) == bool(expected.broken)
     assert (found.beam.log_inclusion is None) == (not known)
     for x, y in zip(found.beam.tensors(), expected.beam.tensors(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def test_some_hypotheses_of_several_are_normalized_as_by_torch() -> None:
+    """Their log-probabilities are not contiguous."""
+    random = torch.Generator().manual_seed(0)
+    scores = torch.randn((4, 3, 5000), generator=random)
+    log_prob = -torch.rand((4, 5), generator=random, dtype=torch.float64)[:, 1:4]
+    length = beam_chunk_length(3, 5000, 3, 1, COMPILED)
+    found, expected = (
+        Candidates(log_prob, read(scores, 1.0, length, 1, None, backend), log_prob.isnan())
+        for backend in (COMPILED, TORCH)
+    )
+    torch.testing.assert_close(found.log_total, expected.log_total, rtol=0, atol=1e-6)
+    torch.testing.assert_close(found.offset, expected.offset, rtol=0, atol=1e-6)

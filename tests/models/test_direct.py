@@ -32,7 +32,7 @@ from cpsbs.models.transformers.direct import (
     steps,
 )
 from cpsbs.models.transformers.direct.encoding import encoded
-from cpsbs.models.transformers.direct.products import Product, onednn_packs
+from cpsbs.models.transformers.direct.products import Product
 from cpsbs.models.transformers.int8 import quantize
 from tests.models.tiny import EOS, PAD, make, prompts
 
@@ -350,7 +350,6 @@ def test_products_are_those_of_torch(activation: str | None, copy: bool) -> None
             "gelu_new": lambda y: torch.nn.functional.gelu(y, approximate="tanh"),
         }
         torch.testing.assert_close(product(x), kinds[activation](wanted))
-    assert onednn_packs() in (True, False)
 
 
 @pytest.mark.usefixtures("_either")
@@ -398,3 +397,40 @@ def test_defaults_of_torch_change_nothing() -> None:
         for other in (again, elsewhere):
             assert torch.equal(other.sequences, expected.sequences)
             torch.testing.assert_close(other.log_prob, expected.log_prob, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["marian", "llama"])
+def test_the_layout_of_a_mask_changes_nothing(kind: str) -> None:
+    model = wide(kind)
+    inputs = prompts(model)
+    mask = inputs["attention_mask"]
+    expected, found = (
+        search(
+            TransformersModel(model, **{**inputs, "attention_mask": given}),
+            3, max_length=8, generator=0,
+        )
+        for given in (mask, mask.T.contiguous().T)
+    )  # fmt: skip
+    assert torch.equal(found.sequences, expected.sequences)
+    assert torch.equal(found.log_prob, expected.log_prob)
+
+
+def test_an_empty_source_takes_ordinary_steps() -> None:
+    model = wide("marian")
+    inputs = prompts(model)
+    search(TransformersModel(model, **inputs), 2, max_length=4, generator=0)  # is compared
+    mask = inputs["attention_mask"].clone()
+    mask[1] = 0
+    found = search(
+        TransformersModel(model, **{**inputs, "attention_mask": mask}),
+        2, max_length=4, generator=0,
+    )  # fmt: skip
+    assert bool(found.log_prob.isfinite().all())
+
+
+def test_rows_out_of_order_are_refused() -> None:
+    """Otherwise several rows would get the same slot."""
+    prompt = [(torch.zeros((3, 2, 4, 16)), torch.zeros((3, 2, 4, 16)))]
+    slots = Slots(prompt, torch.ones((3, 4), dtype=torch.bool))
+    with pytest.raises(ValueError, match="out of the order of their sources"):
+        slots.advance(torch.tensor([2, 0, 1]))

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -68,3 +71,33 @@ def test_a_model_is_loaded_with_int8_weights() -> None:
 def test_what_cannot_be_rounded_is_refused(given: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         cpsbs.load("en-fr", device="cpu", **given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_inputs_of_other_dtypes_are_converted(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, w = torch.randn((3, 16), generator=random), torch.randn((20, 16), generator=random)
+    weight = Int8Weight.of(w)
+    found = weight.product(x.to(dtype), None)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.float(), weight.product(x, None), rtol=0.02, atol=0.1)
+
+
+def test_what_is_no_number_stays_so() -> None:
+    x = torch.randn((4, 48), generator=torch.Generator().manual_seed(0))
+    weight = Int8Weight.of(torch.randn((20, 48), generator=torch.Generator().manual_seed(1)))
+    expected = weight.product(x, None)
+    x[1, 7], x[2, 40] = float("nan"), float("inf")
+    found = weight.product(x, None)
+    assert not found[1].isfinite().any()
+    assert not found[2].isfinite().any()
+    assert torch.equal(found[[0, 3]], expected[[0, 3]])
+
+
+def test_a_model_can_be_copied_and_pickled_after_a_search() -> None:
+    model = cpsbs.load("en-fr", device="cpu", quantize="int8")
+    expected = model.beams(["Yes."], 2, "top-k")
+    for again in (copy.deepcopy(model.model), pickle.loads(pickle.dumps(model.model))):
+        found = cpsbs.TextModel("again", again, model.tokenizer).beams(["Yes."], 2, "top-k")
+        assert torch.equal(found.sequences, expected.sequences)
+        assert torch.equal(found.log_prob, expected.log_prob)

@@ -1,11 +1,13 @@
-"""The one seam for the GPU: what a backend may do in place of the reference.
+"""The one seam for devices: what a backend may do in place of the reference.
 
 The arithmetic of a search is written in torch, where it belongs: reading the scores in ``scores``,
 sampling in ``conditional_poisson`` and ``designs``, extending hypotheses in ``search``. That is the
 reference, and it runs on every device. A backend may do some of it with kernels of its own. The
 search asks the backend first, and falls back on the reference where the answer is None or False;
 ``Backend`` itself always answers so. A backend is chosen once for a search (``backend_for``) and
-passed along; no other code asks for the device to decide on kernels or CUDA graphs.
+passed along; no other code asks for the device to decide on kernels or CUDA graphs. Only the steps
+that run a model's layers on a CPU (``models.transformers.direct``) call its compiled functions
+themselves.
 """
 
 from __future__ import annotations
@@ -132,8 +134,8 @@ class Backend:
         """
         return None
 
-    def extends(self, candidates: Candidates) -> bool:
-        """Return whether ``extend`` can extend these candidates' parents."""
+    def extends(self, candidates: Candidates, selection: Selection) -> bool:
+        """Return whether ``extend`` can extend these candidates' parents by what was selected."""
         return False
 
     def extend(
@@ -145,7 +147,10 @@ class Backend:
         pad: int,
         into: Any,
     ) -> None:
-        """Write the selected hypotheses into ``into``, which may hold ``beam`` itself."""
+        """Write the selected hypotheses into ``into``.
+
+        On a GPU, where steps are recorded on fixed buffers, ``into`` may hold ``beam`` itself.
+        """
 
     def close(self, scores: Tensor, present: Tensor, finished: Tensor) -> bool:
         """Overwrite the scores of hypotheses that have ended, so that they offer token 0 alone."""

@@ -209,7 +209,7 @@ def extended(
         parent = candidates.parent_of(selection.index)
         entropy = (beam.entropy + candidates.entropy()).gather(-1, parent)
     ends = _end_tokens(eos, beam.token.device)
-    if candidates.chunks.backend.extends(candidates):
+    if candidates.chunks.backend.extends(candidates, selection):
         result = _buffers(beam, candidates, selection) if into is None else into
         candidates.chunks.backend.extend(beam, candidates, selection, ends, pad, result)
     else:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class CompiledBackend(Backend):
-    """The reference, with what stands out compiled."""
+    """Does in compiled loops what would take torch many calls, and leaves the rest to torch."""
 
     name = "cpu"
 
@@ -47,7 +47,8 @@ class CompiledBackend(Backend):
         if compiled is None or scores is None:
             return None
         total, offset = torch.empty((2, *log_prob.shape), dtype=torch.float64, device="cpu")
-        given = [address(x) for x in (log_prob.contiguous(), total, offset)]
+        log_prob = log_prob.contiguous()  # under a name, so that a copy lives until it is read
+        given = [address(x) for x in (log_prob, total, offset)]
         compiled.normalize(ctypes.addressof(scores), *given)
         return total, offset
 
@@ -80,11 +81,14 @@ class CompiledBackend(Backend):
             return None
         return poisson.draw(compiled, weights, k, streams)
 
-    def extends(self, candidates: Candidates) -> bool:
-        """Return whether compiled functions can read these scores."""
+    def extends(self, candidates: Candidates, selection: Selection) -> bool:
+        """Return whether compiled functions can read these scores and what a design returned."""
+        from cpsbs.backends.cpu.extending import readable
         from cpsbs.backends.cpu.tables import scores_of
 
-        return library() is not None and scores_of(candidates.chunks, None) is not None
+        if library() is None or scores_of(candidates.chunks, None) is None:
+            return False
+        return readable(candidates, selection)
 
     def extend(
         self,

@@ -13,6 +13,7 @@ import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -89,8 +90,8 @@ class Fields(ctypes.Structure):
 @functools.cache
 def library() -> Any | None:
     """Return the compiled functions, or None where there are none; the reason is logged."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if compiler is None or platform.system() != "Linux":
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    if not compiler or shutil.which(compiler[0]) is None or platform.system() != "Linux":
         log.info("decoding on the CPU uses torch alone: there is no C compiler")
         return None
     try:
@@ -104,7 +105,7 @@ def library() -> Any | None:
     return found
 
 
-def _built(compiler: str) -> Path:
+def _built(compiler: list[str]) -> Path:
     """Return the library, compiled now unless it is in the cache folder."""
     sources = sorted(FOLDER.glob("*.c"))
     text = b"".join(path.read_bytes() for path in [*sources, *sorted(FOLDER.glob("*.h"))])
@@ -117,7 +118,7 @@ def _built(compiler: str) -> Path:
     # Compiled elsewhere and moved, so that no other process ever loads half a file.
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         made = Path(scratch) / library.name
-        command = [compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
+        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=SECONDS)
         os.replace(made, library)
     return library

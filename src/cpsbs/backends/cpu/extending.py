@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import INTEGER, POINTER, Fields
@@ -24,6 +25,22 @@ class _Extension(Fields):
     )
 
 
+def readable(candidates: Candidates, selection: Selection) -> bool:
+    """Return whether what a design returned can be read from its address.
+
+    The design may be the user's. Whatever torch would convert, broadcast or refuse is left to it.
+    """
+    index, shape = selection.index, selection.index.shape
+    given = [(index, torch.int64), (selection.present, torch.bool)]
+    if selection.log_inclusion is not None:
+        given.append((selection.log_inclusion, torch.float64))
+    if any(x.dtype != dtype or x.shape != shape for x, dtype in given) or not index.numel():
+        return False
+    _, parents, tokens = candidates.chunks.shape
+    least, most = index.aminmax()
+    return 0 <= int(least) <= int(most) < parents * tokens
+
+
 def extend(
     compiled: Any,
     beam: Any,
@@ -35,6 +52,7 @@ def extend(
 ) -> None:
     """Write the selected hypotheses into ``into``; see ``Backend.extend``."""
     after, known = into.beam, into.beam.log_inclusion is not None
+    assert after is not beam  # which is read while the results are written
     extension = _Extension.of(
         finished=beam.finished,
         length=beam.length,

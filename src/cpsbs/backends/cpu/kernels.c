@@ -80,10 +80,17 @@ void round_rows(const float *rows, int64_t count, int64_t dim, uint8_t *rounded,
     for (int64_t r = 0; r < count; r++) {
         const float *x = rows + r * dim;
         uint8_t *y = rounded + r * dim;
-        vec most = filled(1e-30f);
+        vec most = filled(1e-30f), strange = filled(0.0f);
         for (int64_t i = 0; i < dim; i += LANES) {
             vec part = some(x + i, dim - i, 0.0f);
             most = larger(most, larger(part, -part));
+            strange += part - part; /* NaN if some number is NaN or infinite, or else 0 */
+        }
+        float odd = sum_of(strange);
+        if (odd != odd) { /* integers cannot express it: the scale makes all of the row NaN */
+            scale[r] = NAN;
+            memset(y, 128, dim);
+            continue;
         }
         float largest = largest_of(most);
         scale[r] = largest / 127.0f;

@@ -360,7 +360,7 @@ void poisson_inclusion(const scores *s, const design *d, const law *l, const int
             }
             double others = log(q * without + p * with), log_coin = x < 0 ? x - log1p(e) : -log1p(e);
             double value = log_coin + others - number[3];
-            out[r * d->k + i] = value < 0 ? value : 0;
+            out[r * d->k + i] = value > 0 ? 0 : value; /* NaN stays */
         }
     }
 }

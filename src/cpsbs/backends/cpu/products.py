@@ -102,6 +102,7 @@ class PackedProduct:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """Return act(x Wᵀ + b) + residual for rows x [n, in] and a residual [n, out]."""
+        assert x.dtype == torch.float32 and x.device.type == "cpu"  # noqa: PT018
         x = x.contiguous()
         residual = None if residual is None else residual.contiguous()
         rows = x.shape[0]

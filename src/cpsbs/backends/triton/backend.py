@@ -121,7 +121,7 @@ class TritonBackend(Backend):
             return None
         return draw_stratified(candidates, k, streams.counters, full_share, forbidden)
 
-    def extends(self, candidates: Candidates) -> bool:
+    def extends(self, candidates: Candidates, selection: Selection) -> bool:
         """Return whether the table of chunks is one that kernels can read."""
         return _is_readable(candidates.chunks)
 

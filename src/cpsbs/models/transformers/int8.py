@@ -65,6 +65,10 @@ class Int8Weight:
         """Return the product with this weight by compiled loops, or None where it is impossible."""
         return PackedProduct.pack(self.values, bias, activation, self.scale)
 
+    def __getstate__(self) -> dict[str, Tensor]:
+        """Return what is copied and pickled: not the packed weights, which are addresses."""
+        return {"values": self.values, "scale": self.scale}
+
     @cached_property
     def _compiled(self) -> PackedProduct | None:
         return self.packed(None)
@@ -76,7 +80,10 @@ class Int8Weight:
         return packed, self.scale, torch.zeros(len(self.scale), dtype=torch.int32, device="cpu")
 
     def product(self, x: Tensor, bias: Tensor | None, residual: Tensor | None = None) -> Tensor:
-        """Return x Wᵀ + b + residual for float32 inputs x [..., in] and a residual [..., out]."""
+        """Return x Wᵀ + b + residual for inputs x [..., in] and a residual [..., out]."""
+        if x.dtype != torch.float32:  # all below reads its numbers as such
+            added = None if residual is None else residual.float()
+            return self.product(x.float(), bias, added).to(x.dtype)
         rows, outputs = x.reshape(-1, x.shape[-1]), len(self.scale)
         work = len(rows) * self.values.numel()
         if self._compiled is not None and library() is not None and in_one_thread(work // 4):

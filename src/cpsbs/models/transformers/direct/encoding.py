@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.models.transformers.direct.encoder import Encoder
-from cpsbs.models.transformers.direct.prepared import PREPARING, prepared, say
+from cpsbs.models.transformers.direct.prepared import PREPARING, one_thread, prepared, say
 from cpsbs.models.transformers.int8 import is_quantized
 
 TOLERANCE, INT8_TOLERANCE = 1e-4, 0.1
@@ -48,10 +48,10 @@ def encoded(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
         encoder = known.encoder
         if encoder is None:
             return None
-        if not known.encoder_verified:
+        if one_thread() not in known.encoder_verified:
             try:
                 _compare(model, encoder, tokens, mask)
-                known.encoder_verified = True
+                known.encoder_verified.add(one_thread())
             except Exception as error:
                 known.encoder = None
                 say(model, known, error)

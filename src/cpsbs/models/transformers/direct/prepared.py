@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,12 +37,19 @@ class Prepared:
     state: WeightState
     decoder: Decoder | None = None
     encoder: Encoder | None = None
-    verified: bool = False
-    """Whether the decoder was compared with the model's own."""
-    encoder_verified: bool = False
+    verified: set[bool] = field(default_factory=set)
+    """For which ways to compute the decoder was compared with the model's own; see ``one_thread``.
+    """
+    encoder_verified: set[bool] = field(default_factory=set)
+    """The same for the encoder."""
     reason: Exception | None = None
     """Why there are none."""
     logged: bool = False
+
+
+def one_thread() -> bool:
+    """Return whether this thread computes alone, so that all it can is done by compiled loops."""
+    return torch.get_num_threads() == 1
 
 
 PREPARED: WeakKeyDictionary[Any, Prepared] = WeakKeyDictionary()

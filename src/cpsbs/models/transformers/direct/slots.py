@@ -35,6 +35,7 @@ class Table:
     """
 
     def __init__(self, slot: Tensor, entry: Tensor, length: Tensor, source: Tensor) -> None:
+        assert slot.stride(-1) == 1  # compiled attention knows only the distance of the rows
         self.slot, self.entry, self.length, self.source = slot, entry, length, source
 
     def bias(self, slots: int) -> Tensor:
@@ -48,8 +49,8 @@ class Table:
 
 def visible_slots(mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return [S, T] the places of the true elements of a mask [S, T], first, and their numbers."""
-    order = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
-    return order.to(torch.int32), mask.sum(-1, dtype=torch.int32)
+    order = (~mask).contiguous().to(torch.uint8).argsort(dim=-1, stable=True)
+    return order.to(torch.int32).contiguous(), mask.sum(-1, dtype=torch.int32)
 
 
 def memory_for_slots(size: int, dim: int) -> Tensor:
@@ -96,6 +97,8 @@ class Slots:
         """
         before = self.table
         source, length = before.source[parent], before.length[parent]
+        if bool((source[1:] < source[:-1]).any()):
+            raise ValueError("parent has rows out of the order of their sources; sort them")
         counts = torch.bincount(source, minlength=self.sources)
         most, left, kept = int(counts.max()), int(counts.count_nonzero()), None
         due = self._steps % STEPS_BETWEEN == 0

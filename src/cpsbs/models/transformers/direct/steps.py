@@ -20,6 +20,7 @@ from cpsbs.models.transformers.direct.decoder import Decoder, Encoded
 from cpsbs.models.transformers.direct.prepared import (
     PREPARING,
     UnusualInputsError,
+    one_thread,
     prepared,
     say,
 )
@@ -82,9 +83,9 @@ def _begin(
     if known.decoder is None or (rows > MOST_ROWS and library() is None):
         return None
     try:
-        if not known.verified:
+        if one_thread() not in known.verified:
             _compare(DirectSteps(known.decoder, inputs), reference(), _tolerance(model))
-            known.verified = True
+            known.verified.add(one_thread())
         return DirectSteps(known.decoder, inputs)
     except UnusualInputsError as error:
         say(model, known, error)
@@ -116,6 +117,8 @@ class DirectSteps:
         sources, _, length, _ = prompt[0][0].shape
         visible = torch.ones((sources, length), dtype=torch.bool, device="cpu")
         if crosses:
+            if mask is not None and not bool(mask.any(-1).all()):
+                raise UnusualInputsError("one of its sources is empty")
             self._encoded = Encoded(_keys_and_values(cache.cross_attention_cache), mask)
         elif mask is not None:
             visible = mask[:, :length].bool()  # transformers has added the next token to it
