@@ -33,6 +33,7 @@ from cpsbs.models.transformers.direct import (
 )
 from cpsbs.models.transformers.direct.encoding import encoded
 from cpsbs.models.transformers.direct.products import Product
+from cpsbs.models.transformers.direct.slots import Slots
 from cpsbs.models.transformers.int8 import quantize
 from tests.models.tiny import EOS, PAD, make, prompts
 
