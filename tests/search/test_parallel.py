@@ -46,10 +46,13 @@ def test_the_order_and_the_draws_are_the_same(monkeypatch: pytest.MonkeyPatch) -
         return found
 
     monkeypatch.setattr(api, "map_in_threads", noted)
-    found = list(search_each(models(), 3, max_length=12, generator=0))
+    found = list(search_each(models(), 6, max_length=12, generator=0))
     assert used == [2]
+    list(search_each(models(), 2, max_length=3, generator=0))
+    assert used == [2, 1]  # six hypotheses are too few
+    used.pop()
     monkeypatch.setattr(TransformersModel, "concurrent", False)
-    expected = list(search_each(models(), 3, max_length=12, generator=0))
+    expected = list(search_each(models(), 6, max_length=12, generator=0))
     assert used == [2]
     assert [len(x) for x in found] == [3, 1, 3, 1, 3, 1, 3]
     for x, y in zip(found, expected, strict=True):
