@@ -213,7 +213,7 @@ class RayEngine(Engine):
         return self._cores
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers, and disconnect from the cluster."""
         if self._crew is not None:
             self._crew.stop()
 

@@ -113,7 +113,7 @@ class SearchDesk:
             self._current.cancelled.set()
 
     def close(self) -> None:
-        """Stop everything."""
+        """Stop the search that is running, and the thread for searches."""
         self.cancel()
         self._thread.shutdown(wait=True)
 

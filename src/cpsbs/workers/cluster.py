@@ -191,7 +191,7 @@ class RayPool(Pool):
         return True
 
     def stop(self, worker: Any) -> None:
-        """Kill the actor."""
+        """Kill the actor, and forget what it was at."""
         self._pending.pop(worker, None)
         self._begun.pop(worker, None)
         self._ray.kill(worker)

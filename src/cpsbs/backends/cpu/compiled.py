@@ -79,7 +79,7 @@ class Fields(ctypes.Structure):
         return fields
 
     def replace(self, **values: Any) -> None:
-        """Replace some values."""
+        """Set some fields to other values, and keep the tensors alive that they point to."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self.kept[name] = value.contiguous()

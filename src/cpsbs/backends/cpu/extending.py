@@ -14,7 +14,7 @@ from cpsbs.scores.candidates import Candidates, Selection
 
 
 class _Extension(Fields):
-    """``extension`` in C."""
+    """Mirrors the structure ``extension`` of ``extending.c``, field by field."""
 
     _fields_ = (
         *((name, POINTER) for name in ("finished", "length", "log_inclusion")),

@@ -35,7 +35,7 @@ def in_one_thread(multiplications: int) -> bool:
 
 
 class _Product(Fields):
-    """``product`` in C."""
+    """Mirrors the structure ``product`` of ``products.h``, field by field."""
 
     _fields_ = (
         *((name, POINTER) for name in ("weight", "scale", "correction", "bias")),

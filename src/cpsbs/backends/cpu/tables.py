@@ -12,7 +12,7 @@ from cpsbs.scores.reading import Chunks
 
 
 class Scores(Fields):
-    """``scores`` in C."""
+    """Mirrors the structure ``scores`` of ``scores.h``, field by field."""
 
     _fields_ = (
         *((name, POINTER) for name in ("rows", "row", "maxima", "sums", "offset")),

@@ -17,13 +17,13 @@ from cpsbs.scores.memory import scratch_buffer
 
 
 class _Norm(ctypes.Structure):
-    """``norm`` in C."""
+    """Mirrors the structure ``norm`` of the C files, field by field."""
 
     _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double))
 
 
 class _Layer(ctypes.Structure):
-    """``layer`` in C."""
+    """Mirrors the structure ``layer`` of the C files, field by field."""
 
     _fields_ = (
         *((name, _Norm) for name in ("own", "cross", "feed")),
@@ -33,7 +33,7 @@ class _Layer(ctypes.Structure):
 
 
 class _Table(Fields):
-    """``table`` in C."""
+    """Mirrors the structure ``table`` of the C files, field by field."""
 
     _fields_ = (
         *(("slot", POINTER), ("stride", INTEGER), ("entry", POINTER), ("length", POINTER)),
@@ -42,7 +42,7 @@ class _Table(Fields):
 
 
 class _Stack(ctypes.Structure):
-    """``stack`` in C."""
+    """Mirrors the structure ``stack`` of the C files, field by field."""
 
     _fields_ = (
         *((name, INTEGER) for name in ("layers", "norm_first", "size", "keys", "group", "dim")),
