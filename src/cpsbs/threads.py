@@ -12,6 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -42,8 +43,9 @@ def check_wanted() -> None:
 def map_in_threads(compute: Callable[[T], R], items: Iterable[T], threads: int) -> Iterator[R]:
     """Yield the result of each item, in the order of the items.
 
-    Items are taken in the caller's thread, a few ahead of what is yielded. If one cannot be taken
-    or computed, the results of those before it are yielded first.
+    Items are taken in the caller's thread, a few ahead of what is yielded, and in one thread too:
+    the cores are busy. If one cannot be taken or computed, the results of those before it are
+    yielded first.
 
     Args:
         compute: computes the result of an item, in a thread in which torch uses no others.
@@ -62,7 +64,9 @@ def map_in_threads(compute: Callable[[T], R], items: Iterable[T], threads: int) 
                 if running and running[0].done():
                     break
                 try:
-                    running.append(executor.submit(compute, next(rest)))
+                    with _one_core():
+                        item = next(rest)
+                    running.append(executor.submit(compute, item))
                 except StopIteration as end:
                     failure = end
                 except Exception as error:
@@ -75,6 +79,17 @@ def map_in_threads(compute: Callable[[T], R], items: Iterable[T], threads: int) 
     finally:
         cancelled.set()
         executor.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _one_core() -> Iterator[None]:
+    """Let torch use one core in this thread for a while; its threads would wait by spinning."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _one_core_each(threads: int, cancelled: threading.Event) -> ThreadPoolExecutor:

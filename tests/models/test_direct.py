@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from cpsbs.models.transformers.direct import (
     prepared,
     steps,
 )
-from cpsbs.models.transformers.direct.encoding import encoded
+from cpsbs.models.transformers.direct.encoding import encoded, encodes
 from cpsbs.models.transformers.direct.products import Product
 from cpsbs.models.transformers.direct.slots import Slots
 from cpsbs.models.transformers.int8 import quantize
@@ -170,7 +171,7 @@ def test_a_search_finds_the_same(name: str, k: int, monkeypatch: pytest.MonkeyPa
 def test_the_states_are_those_of_the_encoder(name: str) -> None:
     model = wide(name)
     given = prompts(model)
-    found, mask = encoded(model, given), given["attention_mask"].bool()
+    found, mask = encoded(model, **given_states(given)), given["attention_mask"].bool()
     expected = model.get_encoder()(**given).last_hidden_state.detach()
     assert found is not None
     assert not bool(mask.all())
@@ -190,7 +191,39 @@ def test_an_encoder_with_unusual_inputs_is_that_of_transformers(change: str) -> 
         given["inputs_embeds"] = torch.zeros((3, 4, 64))
     elif change == "nothing":
         given["attention_mask"] = torch.zeros_like(given["attention_mask"])
-    assert encoded(model, given) is None
+    assert not encodes(model, given) or encoded(model, **given_states(given)) is None
+
+
+def given_states(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs of ``generate`` as arguments of ``encoded``."""
+    return {"tokens": given["input_ids"], "mask": given["attention_mask"]}
+
+
+@pytest.mark.parametrize("change", ["nothing", "hook"])
+def test_an_encoder_runs_when_the_search_starts(
+    change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that searches runs it, and transformers does if it cannot be run any more."""
+    model, threads = wide("marian"), []
+    right = encoder.Encoder.states
+
+    def states(*given: Any) -> Tensor:
+        threads.append(threading.current_thread())
+        return right(*given)
+
+    monkeypatch.setattr(encoder.Encoder, "states", states)
+    wrapped = TransformersModel(model, **prompts(model))
+    assert not threads
+    if change == "hook":
+        model.model.encoder.layers[0].register_forward_hook(lambda *_: None)
+    first: list[Tensor] = []
+    begun = threading.Thread(target=lambda: first.append(wrapped.start().detach()))
+    begun.start()
+    begun.join()
+    assert set(threads) == (set() if change == "hook" else {begun})
+    torch.testing.assert_close(
+        first[0], TransformersModel(wide("marian"), **prompts(model)).start()
+    )
 
 
 def test_wrong_states_are_noticed_and_not_used(

@@ -14,6 +14,7 @@ may take over: every source keeps K rows, and the step is recorded as a CUDA gra
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,7 @@ class TransformersModel:
         processors: Any,
         criteria: Any,
         kwargs: dict[str, Any],
+        states: Callable[[], Tensor] | None = None,
         inputs: dict[str, Any] | None = None,
         mask_is_given: bool = False,
     ) -> None:
@@ -84,6 +86,8 @@ class TransformersModel:
             mask = None if mask_is_given else config.pad_token_id
             refuse_right_padding(input_ids, kwargs.get("attention_mask"), mask)
         self._model, self._given = model, _apart(kwargs)
+        self._states = states
+        """Computes the encoder's states, if that is still to be done."""
         self._mask: Tensor | None = kwargs.get("attention_mask")
         self._inputs = inputs
         """What the caller would pass to ``generate``; None inside ``generate``."""
@@ -161,7 +165,18 @@ class TransformersModel:
                 )
             self._rewind()
         self._started = True
+        if self._states is not None:
+            self._encode(self._states())
         return self._forward(first=True)
+
+    def _encode(self, states: Tensor) -> None:
+        """Put the encoder's states in their place."""
+        from transformers.modeling_outputs import BaseModelOutput
+
+        found: Any = states
+        for inputs in (self._given, self._kwargs):
+            inputs["encoder_outputs"] = BaseModelOutput(found)
+        self._states = None
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] after one more token."""

@@ -7,8 +7,9 @@ refused too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
     """Return what transformers passes to a decoding method, as arguments of ``from_generate``.
 
     Settings of the checkpoint that change the distribution are reset, unless the inputs name them;
-    those that cannot be reset are refused.
+    those that cannot be reset are refused. On a CPU an encoder may be run later (``states_later``).
     """
     refuse_empty(inputs.get("input_ids"))
     own = inherited(model, model.generation_config)
@@ -86,26 +87,48 @@ def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
             "kwargs": kwargs,
         }
 
-    inputs |= encoder_outputs(model, inputs)
+    later = states_later(model, inputs)
+    given = inputs
+    if later is not None:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        # Nothing but its shape is read before the states take its place.
+        size = (*inputs["input_ids"].shape, model.config.hidden_size)
+        blank: Any = torch.zeros((), dtype=torch.float32, device="cpu").expand(size)
+        given = {**inputs, "encoder_outputs": BaseModelOutput(blank)}
     with evaluating(model):
         kept: dict[str, Any] = model.generate(
-            **inputs, **plain, logits_processor=processors, custom_generate=keep
+            **given, **plain, logits_processor=processors, custom_generate=keep
         )
-    return kept
+    return {**kept, "states": later}
 
 
-def encoder_outputs(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
-    """Return the input ``encoder_outputs``, if the encoder can be run directly on a CPU."""
+def states_later(model: Any, inputs: dict[str, Any]) -> Callable[[], Tensor] | None:
+    """Return a function that computes the encoder's states, if it can be run directly on a CPU.
+
+    It is called when the search starts, in the thread that searches, so that several batches are
+    encoded at once.
+    """
     tokens = inputs.get("input_ids")
     on_cpu = isinstance(tokens, Tensor) and tokens.device.type == "cpu"
     if not on_cpu or not model.config.is_encoder_decoder or model.training:
-        return {}
-    from transformers.modeling_outputs import BaseModelOutput
+        return None
+    from cpsbs.models.transformers.direct.encoding import encodes
 
+    return partial(_states, model, inputs) if encodes(model, inputs) else None
+
+
+def _states(model: Any, inputs: dict[str, Any]) -> Tensor:
+    """Return the encoder's states, from the encoder of transformers where it must be."""
     from cpsbs.models.transformers.direct.encoding import encoded
 
-    states: Any = encoded(model, inputs)
-    return {} if states is None else {"encoder_outputs": BaseModelOutput(states)}
+    tokens, mask = inputs["input_ids"], inputs["attention_mask"]
+    states = encoded(model, tokens, mask)
+    if states is not None:
+        return states
+    with evaluating(model):
+        found: Tensor = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state
+    return found
 
 
 def refuse_empty(input_ids: Tensor | None) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.models.transformers.direct.encoder import Encoder
+from cpsbs.models.transformers.direct.families import has_encoder
 from cpsbs.models.transformers.direct.prepared import PREPARING, one_thread, prepared, say
 from cpsbs.models.transformers.int8 import is_quantized
 
@@ -24,25 +25,34 @@ KNOWN_INPUTS = frozenset({"input_ids", "attention_mask"})
 """The inputs of a model for which direct encoding is right, besides settings of ``generate``."""
 
 
+def encodes(model: Any, inputs: Mapping[str, Any]) -> bool:
+    """Return whether the encoder of a model may be run directly on inputs of ``generate``.
+
+    Only the weights and modules themselves can still speak against it.
+    """
+    given = {name for name, value in inputs.items() if value is not None}
+    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
+    if not has_encoder(model) or tokens is None or mask is None:
+        return False
+    if tokens.shape != mask.shape or mask.ndim != 2:
+        return False
+    if any(not _is_setting(model, name) for name in given - KNOWN_INPUTS):
+        return False
+    return bool(mask.bool().any(-1).all())
+
+
 @torch.no_grad()
-def encoded(model: Any, inputs: Mapping[str, Any]) -> Tensor | None:
+def encoded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor | None:
     """Return the encoder's states [S, T, d], zero where there is padding, if they can be computed.
 
     The reason why they cannot is logged once for each model.
 
     Args:
         model: a transformers model with an encoder on a CPU, not in training mode.
-        inputs: what ``generate`` would be given.
+        tokens: [S, T] the sources.
+        mask: [S, T] which of the tokens are no padding.
     """
-    given = {name for name, value in inputs.items() if value is not None}
-    tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
-    if tokens is None or mask is None or tokens.shape != mask.shape or mask.ndim != 2:
-        return None
-    if any(not _is_setting(model, name) for name in given - KNOWN_INPUTS):
-        return None
     mask = mask.bool()
-    if not bool(mask.any(-1).all()):
-        return None
     with PREPARING:
         known = prepared(model)
         encoder = known.encoder

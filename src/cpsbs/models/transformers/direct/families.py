@@ -55,6 +55,11 @@ def decoder_of(model: Any) -> Decoder:
     return family(model)
 
 
+def has_encoder(model: Any) -> bool:
+    """Return whether a model has an encoder of an architecture that the table knows."""
+    return type(model).__name__ in ENCODERS
+
+
 def encoder_of(model: Any) -> Encoder | None:
     """Return the prepared parts of the encoder of a model that ``decoder_of`` knows, if it has one.
 
