@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpsbs.backends.base import Backend
+from cpsbs.backends.base import MOST_DRAWN, Backend
 from cpsbs.backends.cpu.compiled import MOST_TERMS, address, library
 
 if TYPE_CHECKING:
@@ -80,6 +80,17 @@ class CompiledBackend(Backend):
         if compiled is None or not isinstance(weights, CandidateWeights):
             return None
         return poisson.draw(compiled, weights, k, streams)
+
+    def draw_stratified(
+        self, candidates: Candidates, k: int, streams: Streams, full_share: float, forbidden: float
+    ) -> Selection | None:
+        """Draw with the random numbers of the reference, if all sources are ordinary ones."""
+        from cpsbs.backends.cpu import stratified
+
+        compiled = library()
+        if compiled is None or k > MOST_DRAWN:
+            return None
+        return stratified.draw(compiled, candidates, k, streams, full_share)
 
     def extends(self, candidates: Candidates, selection: Selection) -> bool:
         """Return whether compiled functions can read these scores and what a design returned."""

@@ -56,6 +56,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],
+    "stratified_targets": [POINTER, POINTER],
+    "draw_stratified": [POINTER, POINTER, POINTER, POINTER],
     "poisson_laws": [POINTER, POINTER, POINTER],
     "poisson_flips": [*[POINTER] * 3, INTEGER, INTEGER, *[POINTER] * 4],
     "poisson_fill": [*[POINTER] * 4, INTEGER, *[POINTER] * 4],
@@ -63,7 +65,10 @@ ARGUMENTS: dict[str, list[Any]] = {
 }
 """The types of the arguments of each function."""
 
-RETURNING = ("find_largest", "multiplies_bytes", "multiplies_floats", "poisson_laws")
+RETURNING = (
+    *("find_largest", "multiplies_bytes", "multiplies_floats"),
+    *("poisson_laws", "stratified_targets"),
+)
 """The functions that return whether they can, or could, do what they are asked for."""
 
 

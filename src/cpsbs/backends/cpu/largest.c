@@ -141,6 +141,58 @@ int find_head(const scores *s, int64_t source, head *h) {
     return 1;
 }
 
+/* sums[j] = the sum of e^{(j + 1)(score + offset - unit)} outside the head; mass: what is in each
+   chunk, of odds if they are e^unit at the unit, else of probabilities. */
+void sum_outside(const scores *s, int64_t source, head *h, double unit, float odds, double *sums,
+                 float *mass) {
+    int64_t chunks = s->parents * s->chunks, all = s->sources * chunks;
+    const float negligible = 3.2935e-10f; /* the fourth power of less is subnormal */
+    for (int64_t j = 0; j < s->terms; j++) sums[j] = 0;
+    for (int64_t i = 0; i < h->most; i++) h->member[h->place[i]] = -INFINITY;
+    float again[MOST_TERMS], shift = (float)(h->lowest - unit);
+    int64_t next = 0;
+    for (int64_t c = 0; c < chunks; c += LANES) {
+        int64_t here = chunks - c < LANES ? chunks - c : LANES;
+        vec level = filled(-INFINITY);
+        for (int64_t i = 0; i < here; i++) {
+            double x = h->level[c + i] - unit;
+            level[i] = x > 0 ? 0.0f : (float)x;
+        }
+        vec weight = exponential(level);
+        vec part[MOST_TERMS], power = (vec)((ivec)weight & (weight > negligible));
+        vec small = power;
+        for (int64_t j = 0; j < s->terms; j++) {
+            const float *x = s->sums + j * all + source * chunks + c;
+            if (j) power = power * small;
+            part[j] = some(x, here, 0.0f) * (j ? power : weight);
+        }
+        for (; next < h->found && h->chunk[next] < c + here; next++) {
+            const float *x = h->member + next * h->stride;
+            vec sum[MOST_TERMS] = {filled(0), filled(0), filled(0), filled(0)};
+            for (int64_t i = 0; i < h->stride; i += LANES) {
+                vec w = exponential(*(const vec *)(x + i) + shift);
+                sum[0] += w;
+                w = (vec)((ivec)w & (w > negligible));
+                vec p = w;
+                for (int64_t j = 1; j < s->terms; j++) {
+                    p = p * w;
+                    sum[j] += p;
+                }
+            }
+            for (int64_t j = 0; j < s->terms; j++) again[j] = sum_of(sum[j]);
+            for (int64_t j = 0; j < s->terms; j++) part[j][h->chunk[next] - c] = again[j];
+        }
+        for (int64_t j = 0; j < s->terms; j++)
+            for (int64_t i = 0; i < here; i++) sums[j] += part[j][i];
+        vec first = part[s->terms - 1];
+        if (odds > 0) /* with p = U x, the odds are U x + (U x)^2 + (U x)^3 ... */
+            for (int64_t j = s->terms - 2; j >= 0; j--) first = part[j] + first * odds;
+        else
+            first = part[0];
+        for (int64_t i = 0; i < here; i++) mass[c + i] = first[i];
+    }
+}
+
 /* Write the most largest candidates [sources, most] and their log-probabilities, in descending
    order; return whether that is possible here. */
 int64_t find_largest(const scores *s, int64_t most, double *value, int64_t *item) {

@@ -4,6 +4,8 @@
 
 #include "vectors.h"
 
+#define MOST_TERMS 4 /* power sums */
+
 typedef struct {
     const float *rows;    /* [n, tokens] the scores as the model gives them */
     const int64_t *row;   /* [sources, parents] the row of each parent, n for none; null: in order */
@@ -35,5 +37,7 @@ typedef struct {
 head head_for(const scores *s, int64_t most);
 void free_head(head *h);
 int find_head(const scores *s, int64_t source, head *h);
+void sum_outside(const scores *s, int64_t source, head *h, double unit, float odds, double *sums,
+                 float *mass);
 double score_of(const scores *s, int64_t source, int64_t item);
 const float *row_of(const scores *s, int64_t source, int64_t parent);
