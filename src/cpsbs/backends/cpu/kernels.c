@@ -9,16 +9,23 @@ static inline __attribute__((always_inline)) void attend_row(
     float scale, float *weight, float *out, const int dim) {
     const int parts = dim / LANES;
     const vec *q = (const vec *)query;
-    float largest = NOTHING;
-    for (int64_t i = 0; i < count; i++) {
-        const vec *key = (const vec *)(keys + (int64_t)slot[i] * dim);
-        vec product = q[0] * key[0];
-        for (int d = 1; d < parts; d++) product += q[d] * key[d];
-        float score = scale * sum_of(product);
-        weight[i] = score;
-        largest = score > largest ? score : largest;
+    vec most = filled(NOTHING);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vec product[LANES];
+        int64_t here = count - i < LANES ? count - i : LANES;
+UNROLLED
+        for (int64_t j = 0; j < LANES; j++) {
+            /* Places behind the last one take its key, and count nothing. */
+            const vec *key = (const vec *)(keys + (int64_t)slot[i + (j < here ? j : here - 1)] * dim);
+            product[j] = q[0] * key[0];
+            for (int d = 1; d < parts; d++) product[j] += q[d] * key[d];
+        }
+        vec score = scale * sums_of_each(product);
+        for (int64_t j = here; j < LANES; j++) score[j] = NOTHING;
+        *(vec *)(weight + i) = score;
+        most = larger(most, score);
     }
-    for (int64_t i = count; i % LANES; i++) weight[i] = NOTHING;
+    float largest = largest_of(most);
     vec totals = filled(0);
     for (int64_t i = 0; i < count; i += LANES) {
         vec x = *(vec *)(weight + i) - largest;
@@ -27,13 +34,20 @@ static inline __attribute__((always_inline)) void attend_row(
         totals += x;
     }
     float over = 1.0f / sum_of(totals);
-    vec sum[dim / LANES];
-    for (int d = 0; d < parts; d++) sum[d] = filled(0);
-    for (int64_t i = 0; i < count; i++) {
+    /* Two sums in turns, because each waits for its last addition. */
+    vec sum[dim / LANES], other[dim / LANES];
+    for (int d = 0; d < parts; d++) sum[d] = other[d] = filled(0);
+    int64_t i = 0;
+    for (; i + 1 < count; i += 2) {
+        const vec *value = (const vec *)(values + (int64_t)slot[i] * dim);
+        const vec *next = (const vec *)(values + (int64_t)slot[i + 1] * dim);
+        for (int d = 0; d < parts; d++) sum[d] += weight[i] * value[d], other[d] += weight[i + 1] * next[d];
+    }
+    if (i < count) {
         const vec *value = (const vec *)(values + (int64_t)slot[i] * dim);
         for (int d = 0; d < parts; d++) sum[d] += weight[i] * value[d];
     }
-    for (int d = 0; d < parts; d++) ((vec *)out)[d] = sum[d] * over;
+    for (int d = 0; d < parts; d++) ((vec *)out)[d] = (sum[d] + other[d]) * over;
 }
 
 /* out[r, h] = attention of query[r, h] to the slots table[table_row[r], :length[r]] of source[r].
@@ -95,7 +109,11 @@ void round_rows(const float *rows, int64_t count, int64_t dim, uint8_t *rounded,
         float largest = largest_of(most);
         scale[r] = largest / 127.0f;
         float over = 127.0f / largest;
-        for (int64_t i = 0; i < dim; i++) y[i] = (uint8_t)(int32_t)(x[i] * over + 128.5f);
+        int64_t i = 0;
+        for (; i + LANES <= dim; i += LANES)
+            *(bytes *)(y + i) = __builtin_convertvector(
+                __builtin_convertvector(*(const vec *)(x + i) * over + 128.5f, ivec), bytes);
+        for (; i < dim; i++) y[i] = (uint8_t)(int32_t)(x[i] * over + 128.5f);
     }
 }
 

@@ -12,9 +12,6 @@
 #define PARTS (PANEL / LANES)
 #define ROWS 6
 
-/* Sums stay in registers only if loops over them are unrolled early. */
-#define UNROLLED _Pragma("GCC unroll 8")
-
 /* The activation of x; the numbers are those of cpsbs.backends.cpu.products. */
 static inline vec activated(vec x, int64_t activation) {
     if (activation == 1) return larger(x, filled(0));

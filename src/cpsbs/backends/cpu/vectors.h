@@ -8,6 +8,7 @@
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef uint8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
 
 #define LANES 16
 #define NOTHING -1e30f
@@ -23,6 +24,34 @@ static inline float sum_of(vec x) {
     memcpy(&first, &low, sizeof first), memcpy(&second, (char *)&low + sizeof first, sizeof second);
     first += second;
     return (first[0] + first[2]) + (first[1] + first[3]);
+}
+
+/* Vectors stay in registers only if loops over them are unrolled early. */
+#define UNROLLED _Pragma("GCC unroll 16")
+
+#ifdef __clang__
+#define SHUFFLED(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLED(x, y, ...) __builtin_shuffle(x, y, (ivec){__VA_ARGS__})
+#endif
+
+/* The sums of LANES vectors, which are overwritten: in each round two vectors become one, in which
+   each of them has half as many numbers left. */
+static inline __attribute__((always_inline)) vec sums_of_each(vec *x) {
+UNROLLED
+    for (int i = 0; i < 8; i++)
+        x[i] = SHUFFLED(x[i], x[i + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+               SHUFFLED(x[i], x[i + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+UNROLLED
+    for (int i = 0; i < 4; i++)
+        x[i] = SHUFFLED(x[i], x[i + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+               SHUFFLED(x[i], x[i + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+UNROLLED
+    for (int i = 0; i < 2; i++)
+        x[i] = SHUFFLED(x[i], x[i + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+               SHUFFLED(x[i], x[i + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    return SHUFFLED(x[0], x[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+           SHUFFLED(x[0], x[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
 }
 
 static inline vec filled(float x) {
