@@ -12,7 +12,8 @@ themselves.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping
@@ -78,6 +79,85 @@ class OrdinarySteps(Protocol):
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a design selects, told to a backend that takes several steps in one call."""
+
+    kind: Literal["largest", "conditional-poisson", "stratified"]
+    odds: bool = True
+    """For conditional Poisson sampling: whether weights are odds rather than probabilities."""
+    full_share: float = 0.0
+    """For stratified sampling: a number that the design's arithmetic rests on."""
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What is the same in all steps of a search, for a backend that takes several in one call."""
+
+    rule: Rule
+    k: int
+    temperature: float
+    vocab_size: int
+    chunk_length: int
+    """The number of tokens in a chunk of the scores."""
+    power_sums: int
+    """The number of power sums of the scores."""
+    ends: Tensor
+    """The tokens that end a sequence."""
+    pad: int
+
+
+@dataclass(frozen=True)
+class StepsTaken:
+    """What steps in one call of a backend leave behind: m steps that are done, and one that is not.
+
+    The one is either still to be selected, because it is not an ordinary one, or it is selected and
+    the search is to do what comes after that.
+    """
+
+    parents: Tensor
+    """[m, b, K] which of the previous hypotheses each one extends."""
+    tokens: Tensor
+    """[m, b, K] the tokens by which they do."""
+    trace: Tensor | None
+    """[m, b, K, n] what the design keeps for every step."""
+    beam: Any
+    """The hypotheses after the last step that was selected."""
+    parent: Tensor | None
+    """[b, K] the parents in the step that is selected; None if it is still to be selected."""
+    scores: Tensor
+    """[n, V] of the model's rows."""
+    row: Tensor
+    """[b, K] the row of each hypothesis that was offered last, n for one that has ended."""
+
+
+class CompiledDecoder(Protocol):
+    """A decoder with its KV cache, which compiled functions can run by themselves."""
+
+    multiplications: int
+    """How many multiplications a row takes."""
+
+    def suits(self, rows: int) -> bool:
+        """Return whether one thread is the best for steps of so many rows."""
+        ...
+
+    def begin(self, rows: int, steps: int) -> tuple[int, int, int]:
+        """Make room for steps of at most so many rows.
+
+        Returns:
+            The addresses of the decoder, the cache and scratch memory, for compiled functions.
+        """
+        ...
+
+    def room_for_scores(self, rows: int) -> Tensor:
+        """Return [rows, V] memory for scores, which the next call may reuse."""
+        ...
+
+    def end(self, rows: int) -> None:
+        """Take over the cache as compiled functions have left it, with this many rows."""
         ...
 
 
@@ -151,6 +231,27 @@ class Backend:
 
         On a GPU, where steps are recorded on fixed buffers, ``into`` may hold ``beam`` itself.
         """
+
+    def take_steps(
+        self,
+        plan: StepPlan,
+        decoder: CompiledDecoder,
+        beam: Any,
+        scores: Tensor,
+        streams: Streams,
+        most: int,
+    ) -> StepsTaken | None:
+        """Take up to ``most`` steps of a search, in which no source ends, and begin another one.
+
+        Args:
+            plan: what is the same in all steps.
+            decoder: computes the scores of the next tokens.
+            beam: the hypotheses to extend.
+            scores: [n, V] those of the first step, for the hypotheses that are open.
+            streams: the random numbers of the sources.
+            most: the most steps.
+        """
+        return None
 
     def close(self, scores: Tensor, present: Tensor, finished: Tensor) -> bool:
         """Overwrite the scores of hypotheses that have ended, so that they offer token 0 alone."""

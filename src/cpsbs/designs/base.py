@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cpsbs.backends.base import Rule
 from cpsbs.conditional_poisson.population import TooFewError
 from cpsbs.designs.variance import DrawnSequences, infinite_freedom, joint_variance
 from cpsbs.randomness import Streams
@@ -112,6 +113,13 @@ class Design(ABC):
         A GPU can then record a step as a CUDA graph and replay it.
         """
         return False
+
+    def rule(self) -> Rule | None:
+        """Return how ``select`` selects, for a backend that does it by itself; None if it cannot.
+
+        A class answers for itself alone: it is not asked where a subclass of it is searched with.
+        """
+        return None
 
     @abstractmethod
     def select(

@@ -28,7 +28,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cpsbs.backends.base import MOST_DRAWN, Backend
+from cpsbs.backends.base import MOST_DRAWN, Backend, Rule
 from cpsbs.conditional_poisson.distribution import ConditionalPoisson
 from cpsbs.conditional_poisson.population import Population, split
 from cpsbs.conditional_poisson.sampling import draw, joint_log_inclusion_at, log_inclusion_at
@@ -66,6 +66,12 @@ class ConditionalPoissonDesign(DrawingDesign):
     def recordable(self, k: int) -> bool:
         """Return whether a backend can draw without synchronising with the host."""
         return self.anneal == 1.0 and k <= MOST_DRAWN
+
+    def rule(self) -> Rule | None:
+        """Return the rule of conditional Poisson sampling, without annealing."""
+        if self.anneal != 1.0:
+            return None
+        return Rule("conditional-poisson", odds=self.weights == "odds")
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Draw a conditional Poisson sample."""

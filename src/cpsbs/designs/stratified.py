@@ -35,6 +35,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from cpsbs.backends.base import Rule
 from cpsbs.designs.base import DrawingDesign
 from cpsbs.designs.rounding import INSIDE, SHARE, START, TRACE, event_variance, two_valued
 from cpsbs.designs.targets import FORBIDDEN, Targets, find_targets
@@ -82,6 +83,10 @@ class Stratified(DrawingDesign):
             present=selection.present.gather(-1, order),
             state=_certain(torch.zeros_like(selection.log_inclusion)),
         )
+
+    def rule(self) -> Rule:
+        """Return the rule of stratified sampling."""
+        return Rule("stratified", full_share=FULL_SHARE)
 
     def draw(self, candidates: Candidates, k: int, streams: Streams, joint: bool) -> Selection:
         """Keep the heavy candidates, and draw light ones parent by parent."""

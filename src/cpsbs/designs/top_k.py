@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from cpsbs.backends.base import Rule
 from cpsbs.designs.base import Design
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
@@ -29,6 +30,10 @@ class TopK(Design):
     def recordable(self, k: int) -> bool:
         """Return True, because selecting never synchronises with the host."""
         return True
+
+    def rule(self) -> Rule:
+        """Return the rule of the largest candidates."""
+        return Rule("largest")
 
     def select(
         self, candidates: Candidates, k: int, streams: Streams, joint: bool = False

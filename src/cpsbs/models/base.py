@@ -4,10 +4,11 @@ A model holds the prefixes itself, because only it knows what to keep of them (a
 starts with one row for each source. Each step names, for every new row, which of the previous rows
 it extends, and by which token. The model may forget rows that no new row extends.
 
-Every model must be a ``SequenceModel``. Four more protocols are optional: ``StoppingModel`` for
+Every model must be a ``SequenceModel``. Five more protocols are optional: ``StoppingModel`` for
 models that end a sequence for another reason than its last token, ``FixedRowModel`` for models that
 are faster when every source always has K rows, ``ForcedModel`` for models that tell the scores
-of whole sequences at once, and ``ConcurrentModel`` for models that several threads may search.
+of whole sequences at once, ``CompiledModel`` for models whose steps a backend can take, and
+``ConcurrentModel`` for models that several threads may search.
 ``cpsbs.check_model`` checks whether a model of your own keeps these contracts;
 ``examples/own_model.py`` is a complete one.
 """
@@ -22,6 +23,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from cpsbs.backends import Backend
+    from cpsbs.backends.base import CompiledDecoder
 
 
 class SequenceModel(Protocol):
@@ -155,6 +157,15 @@ class FixedRowModel(SequenceModel, Protocol):
 
     def release(self) -> None:
         """Free the buffers for other models, because the search is over."""
+        ...
+
+
+@runtime_checkable
+class CompiledModel(SequenceModel, Protocol):
+    """A model whose steps compiled functions of a backend can take, after the first ``advance``."""
+
+    def compiled_steps(self) -> CompiledDecoder | None:
+        """Return what a backend needs to take steps by itself; None if it cannot."""
         ...
 
 

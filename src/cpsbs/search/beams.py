@@ -176,6 +176,21 @@ class Trail:
             parent, token = parent.clone(), token.clone()
         self._steps.append((parent, token, trace))
 
+    def append_all(
+        self, slot: Tensor, parents: Tensor, tokens: Tensor, trace: Tensor | None
+    ) -> None:
+        """Add m steps [m, b, K], which nobody changes any more; see ``append``."""
+        if len(slot) < len(self._itself):
+            parents, tokens = (
+                empty.repeat(len(given), 1, 1).index_copy_(1, slot, given)
+                for empty, given in ((self._itself, parents), (self._padding, tokens))
+            )
+            if trace is not None:
+                nothing = trace.new_zeros((*parents.shape, trace.shape[-1]))
+                trace = nothing.index_copy_(1, slot, trace)
+        traces = [None] * len(parents) if trace is None else trace.unbind()
+        self._steps.extend(zip(parents.unbind(), tokens.unbind(), traces, strict=True))
+
     def begin(
         self, slot: Tensor, parent: Tensor, token: Tensor, trace: Tensor | None = None
     ) -> None:

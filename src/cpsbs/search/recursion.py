@@ -33,6 +33,7 @@ from cpsbs.search.beams import Hypotheses, StepResult, Trail
 from cpsbs.search.path import path_step
 from cpsbs.search.requests import Request
 from cpsbs.search.settings import SearchSettings
+from cpsbs.search.several import SeveralSteps
 from cpsbs.threads import check_wanted
 
 NOT_NUMBERS = (
@@ -50,12 +51,22 @@ def run(request: Request, settings: SearchSettings) -> None:
     transition = Transition.of(model, settings, request.backend)
     beam = Hypotheses.roots(settings, streams, slot)
     rows = OpenRows(model, request.take_first_scores(), settings.design.roots(settings.k))
-    for length in range(1, settings.max_length + 1):
+    several: SeveralSteps | None = None
+    length = 0
+    while True:
         check_wanted()
-        offered, selection, result = transition.selecting(beam, *rows.scores(beam), streams)
+        length, result = length + 1, None
+        if several is not None and (taken := several.take(beam, rows.of_open, streams, length)):
+            trail.append_all(slot, taken.parents, taken.tokens, taken.trace)
+            length, beam = length + len(taken.parents), taken.beam
+            rows.replace(taken.scores, taken.row)
+            if taken.parent is not None:
+                result = StepResult(beam, taken.parent, torch.tensor(False))
+        if result is None:
+            offered, selection, result = transition.selecting(beam, *rows.scores(beam), streams)
         beam, parent = rows.stopped(result), result.parent
         trail.append(slot, parent, beam.token, beam.traced(kept))
-        if settings.path:
+        if settings.path:  # then every step was taken here
             request.path.append(path_step(settings, offered, selection, beam, parent))
         goes_on = still_open(beam, result.broken)
         if length == settings.max_length:
@@ -69,6 +80,8 @@ def run(request: Request, settings: SearchSettings) -> None:
             streams = streams.select(left)
             rows.keep(left)
         rows.advance(parent, beam)
+        if length == 1:
+            several = transition.several(model)
 
 
 def still_open(beam: Hypotheses, broken: Tensor) -> list[bool]:
@@ -159,14 +172,24 @@ class Transition:
         result = extended(beam, candidates, selection, self.eos, self.pad, into)
         return candidates, selection, result
 
+    def several(self, model: SequenceModel) -> SeveralSteps | None:
+        """Return what takes several steps of a model at once, from the second one on, if any can."""
+        length, _ = self._cut(self.settings.k, model.vocab_size)
+        ends = _end_tokens(self.eos, torch.device(model.device))
+        return SeveralSteps.of(model, self.settings, self.backend, length, ends)
+
+    def _cut(self, parents: int, tokens: int) -> tuple[int, int]:
+        """Return the length of the chunks into which tokens are cut, and how many power sums."""
+        terms = self.backend.power_sums(self.settings.design.power_sums)
+        least = beam_chunk_length(parents, tokens, self.settings.k, terms, self.backend)
+        return least, terms
+
     def _candidates(self, beam: Hypotheses, scores: Tensor, row: Tensor | None) -> Candidates:
         """Return Y_{t−1} ∘ V: the extensions of open hypotheses, and the others as they are."""
         settings, temperature = self.settings, self.settings.temperature
         if settings.nucleus is not None:
             scores, temperature = processed(scores, temperature, settings.nucleus), 1.0
-        parents, tokens = beam.token.shape[-1], scores.shape[-1]
-        terms = self.backend.power_sums(settings.design.power_sums)
-        length = beam_chunk_length(parents, tokens, settings.k, terms, self.backend)
+        length, terms = self._cut(beam.token.shape[-1], scores.shape[-1])
         chunks = read(scores, temperature, length, terms, row, self.backend)
         return Candidates(beam.log_prob, chunks, beam.finished, beam.state, beam.log_inclusion)
 
@@ -297,6 +320,15 @@ class OpenRows:
         if is_open.numel() == len(scores) and bool(is_open.all()):
             return scores.view(*is_open.shape, -1), None
         return scores, self._row.masked_fill(~is_open, len(scores))
+
+    @property
+    def of_open(self) -> Tensor:
+        """[n, V] the scores of the next token, for the hypotheses that are open."""
+        return self._scores
+
+    def replace(self, scores: Tensor, row: Tensor) -> None:
+        """Take over the scores [n, V] and rows [b, P] that a backend's steps have left."""
+        self._scores, self._row = scores, row
 
     def stopped(self, result: StepResult) -> Hypotheses:
         """Return the hypotheses, with those finished that the model itself stops."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpsbs.backends.base import MOST_DRAWN, Backend
-from cpsbs.backends.cpu.compiled import MOST_TERMS, address, library
+from cpsbs.backends.base import MOST_DRAWN, Backend, CompiledDecoder, StepPlan, StepsTaken
+from cpsbs.backends.cpu.compiled import MOST_SORTED, MOST_TERMS, address, library
 
 if TYPE_CHECKING:
     from cpsbs.conditional_poisson.weights import Weights
@@ -115,9 +115,23 @@ class CompiledBackend(Backend):
 
         extend(library(), beam, candidates, selection, eos, pad, into)
 
+    def take_steps(
+        self,
+        plan: StepPlan,
+        decoder: CompiledDecoder,
+        beam: Any,
+        scores: Tensor,
+        streams: Streams,
+        most: int,
+    ) -> StepsTaken | None:
+        """Take steps in one call, if the random numbers are those of torch's generators."""
+        from cpsbs.backends.cpu import steps
 
-MOST_SORTED = 64
-"""The most candidates that are found and put into order by insertion."""
+        compiled = library()
+        if compiled is None or not steps.can_take(plan, beam.token.shape[0], streams):
+            return None
+        return steps.take(compiled, plan, decoder, beam, scores, streams, most)
+
 
 COMPILED = CompiledBackend()
 """The backend for CPUs."""

@@ -32,6 +32,8 @@ make the whole process flush subnormal numbers."""
 
 MOST_TERMS = 4
 """The most power sums that ``read_scores`` computes."""
+MOST_SORTED = 64
+"""The most candidates that are found and put into order by insertion."""
 SECONDS = 60
 """How long the compiler may take."""
 
@@ -53,6 +55,8 @@ ARGUMENTS: dict[str, list[Any]] = {
     "multiplies_floats": [],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
     "extend": [POINTER, POINTER],
+    "draw_uniform": [POINTER, INTEGER, POINTER],
+    "take_steps": [POINTER],
     "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],
@@ -67,28 +71,39 @@ ARGUMENTS: dict[str, list[Any]] = {
 
 RETURNING = (
     *("find_largest", "multiplies_bytes", "multiplies_floats"),
-    *("poisson_laws", "stratified_targets"),
+    *("poisson_laws", "stratified_targets", "take_steps"),
 )
 """The functions that return whether they can, or could, do what they are asked for."""
 
 
 class Fields(ctypes.Structure):
-    """A structure that keeps the tensors alive whose addresses it holds."""
+    """A structure that keeps alive whatever it holds the addresses of."""
 
     @classmethod
     def of(cls, **values: Any) -> Fields:
-        """Return the structure with these values; a tensor stands for its address."""
+        """Return the structure with these values.
+
+        A tensor or another structure stands for its address, and a list of tensors for the address
+        of theirs.
+        """
         fields = cls()
-        fields.kept = dict[str, Tensor]()
+        fields.kept = dict[str, Any]()
         fields.replace(**values)
         return fields
 
     def replace(self, **values: Any) -> None:
-        """Set some fields to other values, and keep the tensors alive that they point to."""
+        """Set some fields to other values."""
         for name, value in values.items():
             if isinstance(value, Tensor):
                 self.kept[name] = value.contiguous()
                 value = self.kept[name].data_ptr()
+            elif isinstance(value, list):
+                pointers = (POINTER * len(value))(*[x.data_ptr() for x in value])
+                self.kept[name] = value, pointers
+                value = ctypes.addressof(pointers)
+            elif isinstance(value, ctypes.Structure):
+                self.kept[name] = value
+                value = ctypes.addressof(value)
             setattr(self, name, value)
 
 

@@ -2,33 +2,7 @@
 
 #include <math.h>
 
-#include "products.h"
-
-typedef struct {
-    const float *weight, *bias; /* [d]; the bias may be null */
-    double eps;
-} norm;
-
-/* A layer; without cross-attention, query is null. */
-typedef struct {
-    norm own, cross, feed;
-    const product *query_key_value, *out, *query, *cross_out, *up, *down;
-} layer;
-
-/* What each row attends to: see cpsbs.models.transformers.direct.slots.Table. */
-typedef struct {
-    const int32_t *slot;
-    int64_t stride;
-    const int32_t *entry, *length, *source;
-    int64_t capacity;
-    float *const *memory; /* the keys and values of all layers, in turns */
-} table;
-
-typedef struct {
-    int64_t layers, norm_first, size, keys, group, dim; /* size: of a row */
-    double scale;
-    const layer *layer;
-} stack;
+#include "layers.h"
 
 void put(const float *rows, int64_t stride, float *memory, int64_t capacity, const int32_t *source,
          const int32_t *slot, int64_t count, int64_t heads, int64_t dim);
@@ -38,7 +12,7 @@ void attend(const float *query, int64_t query_stride, const float *keys, const f
             int64_t group, int64_t dim, float scale, float *weight, float *out);
 
 /* out = the rows x [count, size] less their means, over their standard deviations. */
-static void normalize_rows(const norm *n, const float *x, int64_t count, int64_t size, float *out) {
+void normalize_rows(const norm *n, const float *x, int64_t count, int64_t size, float *out) {
     for (int64_t r = 0; r < count; r++, x += size, out += size) {
         vec sum = filled(0), square = filled(0);
         int64_t whole = size / LANES * LANES;

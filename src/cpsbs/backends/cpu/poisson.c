@@ -5,27 +5,7 @@
 
 #include <stdlib.h>
 
-#include "scores.h"
-
-/* The constants of a design: see cpsbs.backends.cpu.poisson. */
-typedef struct {
-    int64_t k, size, half, cells;    /* K, the items of the head, points of the circle, grid */
-    int64_t odds;                    /* whether weights are odds rather than probabilities */
-    double low, high, limit, spread; /* bounds of the tilt, log odds and spread of the tail */
-    double enough;                   /* what may be cut off the series of the tail */
-    const double *cosine, *sine, *lift, *rotation, *inverse; /* Circle; complex: in turns */
-    const double *wave, *turn;       /* [terms, half] cos j theta - 1 and sin j theta */
-} design;
-
-/* What is known of each source: its head, and the law of the number of heads. */
-typedef struct {
-    int64_t *item;      /* [sources, size] the head, ascending */
-    double *coin;       /* [sources, size] the probabilities of its coins */
-    double *acceptance; /* [sources, k + 2] */
-    double *share;      /* [sources, parents * chunks] source + share of the tail up to a chunk */
-    double *turned;     /* [sources, half, 2] the terms of P(S = K) */
-    double *number;     /* [sources, 4] reference, unit, tilt, log P(S = K) */
-} law;
+#include "poisson.h"
 
 static double log_weight(const design *d, double log_p) {
     if (log_p > 0) log_p = 0;
@@ -309,4 +289,49 @@ void poisson_inclusion(const scores *s, const design *d, const law *l, const int
             out[r * d->k + i] = value > 0 ? 0 : value; /* NaN stays */
         }
     }
+}
+
+/* A source whose attempts all fail has weights that are not numbers; torch sees to it then. */
+#define MOST_ROUNDS 64
+
+/* Put a sample into picked [sources, k] from the law of a source; return whether that succeeded. */
+static int draw_source(const scores *s, const design *d, const law *l, int64_t r, generator *random,
+                       int64_t *picked, int64_t *heads, double *uniform) {
+    int64_t tries = d->tries;
+    uint8_t done = 0;
+    for (int round = 0; !done && round < MOST_ROUNDS; round++) {
+        draw_uniform(random, tries * (d->size + 1), uniform);
+        poisson_flips(d, l, &r, 1, tries, uniform, picked, heads, &done);
+        tries = 2 * tries < d->most_tries ? 2 * tries : d->most_tries;
+    }
+    if (!done) return 0;
+    done = heads[r] == d->k;
+    for (int round = 0; !done && round < MOST_ROUNDS; round++) {
+        draw_uniform(random, 2 * d->k, uniform);
+        poisson_fill(s, d, l, &r, 1, uniform, heads, picked, &done);
+    }
+    return done;
+}
+
+/* Draw a sample of each source with its own random numbers: the items picked [sources, k], and their
+   log pi. Return whether all sources are ordinary ones. */
+int draw_poisson(const scores *s, const design *d, generator *const *random, int64_t *picked,
+                 double *inclusion) {
+    int64_t sources = s->sources, size = d->size, chunks = s->parents * s->chunks;
+    int64_t numbers = d->most_tries * (size + 1);
+    numbers = numbers > 2 * d->k ? numbers : 2 * d->k;
+    int64_t each = size + d->k + 2 + chunks + 2 * d->half + 4;
+    double *real = malloc((sources * each + numbers) * sizeof *real), *uniform = real + sources * each;
+    int64_t *integer = malloc(sources * (size + 1) * sizeof *integer), *heads = integer + sources * size;
+    law l = {.item = integer, .coin = real};
+    l.acceptance = l.coin + sources * size;
+    l.share = l.acceptance + sources * (d->k + 2);
+    l.turned = l.share + sources * chunks;
+    l.number = l.turned + sources * 2 * d->half;
+    int fine = (int)poisson_laws(s, d, &l);
+    for (int64_t r = 0; fine && r < sources; r++)
+        fine = draw_source(s, d, &l, r, random[r], picked, heads, uniform);
+    if (fine) poisson_inclusion(s, d, &l, picked, inclusion);
+    free(real), free(integer);
+    return fine;
 }

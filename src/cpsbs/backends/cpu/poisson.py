@@ -42,6 +42,7 @@ class _Design(Fields):
 
     _fields_ = (
         *((name, INTEGER) for name in ("k", "size", "half", "cells", "odds")),
+        *((name, INTEGER) for name in ("tries", "most_tries")),
         *((name, ctypes.c_double) for name in ("low", "high", "limit", "spread", "enough")),
         *((name, POINTER) for name in ("cosine", "sine", "lift", "rotation", "inverse")),
         *((name, POINTER) for name in ("wave", "turn")),
@@ -57,7 +58,8 @@ class _Law(Fields):
 
 
 @lru_cache(maxsize=64)
-def _design(k: int, n: int, terms: int, odds: bool) -> Fields:
+def design_fields(k: int, n: int, terms: int, odds: bool) -> Fields:
+    """Return what depends on K, the number of candidates and of power sums, and the weights."""
     low, high = tilt_bounds(k, n)
     circle = Circle.of(circle_points(k, n), k, CPU)
     wave, turn = tail_waves(circle_points(k, n), terms, CPU)
@@ -67,6 +69,8 @@ def _design(k: int, n: int, terms: int, odds: bool) -> Fields:
         half=len(circle.theta),
         cells=grid_cells(k, n),
         odds=odds,
+        tries=min(FIRST_TRIES, _enough(k)),
+        most_tries=_enough(k),
         low=low,
         high=high,
         limit=math.log(TAIL_ODDS_LIMIT),
@@ -82,6 +86,17 @@ def _design(k: int, n: int, terms: int, odds: bool) -> Fields:
     )
 
 
+def draws(sources: int, k: int, n: int, terms: int) -> bool:
+    """Return whether samples of so many sources, candidates and power sums may be drawn here."""
+    budget = 1 + block_size(CPU) // (1 + head_size(k))
+    return 0 < 4 * head_size(k) < n and terms >= 2 and k >= 1 and sources <= budget
+
+
+def _enough(k: int) -> int:
+    """Return the most attempts that are made at a time."""
+    return 4 * math.ceil(math.sqrt(variance_bound(k, head_size(k))))
+
+
 def draw(compiled: Any, weights: CandidateWeights, k: int, streams: Streams) -> Selection | None:
     """Draw a sample for each source; None where some source is not an ordinary one.
 
@@ -90,10 +105,9 @@ def draw(compiled: Any, weights: CandidateWeights, k: int, streams: Streams) -> 
     """
     n, size, terms = weights.shape[1], head_size(k), weights.chunks.sums.shape[0]
     scores = scores_of(weights.chunks, weights.offset)
-    budget = 1 + block_size(CPU) // (1 + size)
-    if scores is None or not 0 < 4 * size < n or terms < 2 or k < 1 or weights.shape[0] > budget:
+    if scores is None or not draws(weights.shape[0], k, n, terms):
         return None
-    design = _design(k, n, terms, weights.odds)
+    design = design_fields(k, n, terms, weights.odds)
     law = _empty_law(weights.shape[0], k, size, weights.chunks.maxima[0].numel(), design)
     given = [ctypes.addressof(x) for x in (scores, design, law)]
     if not compiled.poisson_laws(*given):
@@ -129,7 +143,7 @@ def _flip(
     heads = torch.zeros(index.shape[0], dtype=torch.int64, device="cpu")
     batch = shared_arange(index.shape[0], CPU)
     budget = 1 + block_size(CPU) // (1 + size)
-    enough = 4 * math.ceil(math.sqrt(variance_bound(index.shape[1], size)))
+    enough = _enough(index.shape[1])
     tries = min(FIRST_TRIES, enough)
     while batch.shape[0] > 0:
         if not streams.separate:

@@ -34,6 +34,10 @@ typedef struct {
     int32_t *some;
 } head;
 
+void read_scores(const float *rows, int64_t count, int64_t tokens, int64_t length, int64_t terms,
+                 float over, float *maxima, float *sums);
+void normalize(const scores *s, const double *log_prob, double *total, double *offset);
+int64_t find_largest(const scores *s, int64_t most, double *value, int64_t *item);
 head head_for(const scores *s, int64_t most);
 void free_head(head *h);
 int find_head(const scores *s, int64_t source, head *h);

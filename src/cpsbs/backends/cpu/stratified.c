@@ -3,29 +3,11 @@
 
 #include <stdlib.h>
 
-#include "scores.h"
+#include "stratified.h"
 
 #define BELOW_ONE (1 - 0x1p-52)
 #define TINY 0x1p-1000
 #define MOST_LOG_WEIGHT 700.0
-
-typedef struct {
-    int64_t k;
-    double full_share;
-    const double *log_prob, *inclusion; /* [sources, parents] log p and the sum of log pi so far */
-    /* What is found of each source. Weights are relative to e^reference. */
-    double *offset;  /* [sources, parents] what is added to a score to get the log of a weight */
-    int64_t *item;   /* [sources, k] the largest candidates, in descending order */
-    double *weight;  /* [sources, k] their weights */
-    float *mass;     /* [sources, parents * chunks] the weights of all others, by chunks */
-    double *number;  /* [sources, 3] reference, c, number of heavy candidates */
-} stratified;
-
-/* What was drawn [sources, k]: candidates in ascending order, log pi, and the design's state. */
-typedef struct {
-    int64_t *index;
-    double *log_inclusion, *start, *inside, *share;
-} drawn;
 
 static void find_offsets(const scores *s, const stratified *d) {
     for (int64_t p = 0; p < s->sources * s->parents; p++)

@@ -29,6 +29,7 @@ from cpsbs.models.transformers.processors import Criteria, Layout, Processors
 
 if TYPE_CHECKING:
     from cpsbs.backends import Backend, FixedSteps
+    from cpsbs.backends.base import CompiledDecoder
     from cpsbs.models.transformers.direct.steps import DirectSteps
 
 CACHE = "past_key_values"
@@ -180,7 +181,8 @@ class TransformersModel:
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] after one more token."""
-        if self.device.type == "cpu" and self._ids.shape[-1] == self.prompt.shape[-1]:
+        at_start = self._direct is None and self._ids.shape[-1] == self.prompt.shape[-1]
+        if self.device.type == "cpu" and at_start:
             self._direct = self._begin_directly(parent)
             if self._direct is None:
                 self._let_grow()
@@ -229,10 +231,17 @@ class TransformersModel:
 
     def _advance_directly(self, direct: DirectSteps, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] after one more token, and note what processors need."""
-        self._ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
-        self._source = self._source[parent]
         self._kwargs.pop(CACHE, None)
+        if self._processors or self._criteria:
+            self._ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
+            self._source = self._source[parent]
         return self._processors(self._ids, direct.advance(parent, token), self._source)
+
+    def compiled_steps(self) -> CompiledDecoder | None:
+        """Return what a backend needs to take steps by itself, after the first ``advance``."""
+        if self._direct is None or self._processors or self._criteria:
+            return None
+        return self._direct.compiled()
 
     def _let_grow(self) -> None:
         """Give the KV cache of the prompt room for the tokens that follow."""

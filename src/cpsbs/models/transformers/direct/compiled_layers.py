@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import INTEGER, LANES, POINTER, Fields, address, library
@@ -16,7 +17,7 @@ from cpsbs.models.transformers.direct.slots import Table
 from cpsbs.scores.memory import scratch_buffer
 
 
-class _Norm(ctypes.Structure):
+class NormFields(ctypes.Structure):
     """Mirrors the structure ``norm`` of the C files, field by field."""
 
     _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double))
@@ -26,7 +27,7 @@ class _Layer(ctypes.Structure):
     """Mirrors the structure ``layer`` of the C files, field by field."""
 
     _fields_ = (
-        *((name, _Norm) for name in ("own", "cross", "feed")),
+        *((name, NormFields) for name in ("own", "cross", "feed")),
         *((name, POINTER) for name in ("query_key_value", "out", "query", "cross_out")),
         *((name, POINTER) for name in ("up", "down")),
     )
@@ -61,10 +62,15 @@ class CompiledLayers:
         sizes = (len(layers), norm_first, size, heads.keys, group, heads.dim)
         self._stack = _Stack(*sizes, heads.scale, ctypes.addressof(self._layers))
         products = [x for layer in layers for x in _products(layer)]
-        self._wide = max(x.outputs for x in products)
-        self._row = 2 * size + self._wide + heads.queries * heads.dim
+        self.size = size
+        """The size of a row."""
+        self.wide = max(x.outputs for x in products)
+        """The largest size of a row that a product makes."""
+        self._row = 2 * size + self.wide + heads.queries * heads.dim
         self._inputs = max(x.inputs for x in products)
         self._largest = max(x.inputs * x.outputs for x in products)
+        self.multiplications = sum(x.inputs * x.outputs for x in products)
+        """How many of them the products for one row take."""
 
     @staticmethod
     def of(layers: tuple[Layer, ...], heads: Heads, norm_first: bool) -> CompiledLayers | None:
@@ -82,6 +88,17 @@ class CompiledLayers:
     def suits(self, rows: int) -> bool:
         """Return whether the largest product for so many rows is best done in one thread."""
         return in_one_thread(rows * self._largest)
+
+    @property
+    def address(self) -> int:
+        """Where compiled functions find the layers."""
+        return ctypes.addressof(self._stack)
+
+    def scratch(self, rows: int, longest: int) -> Tensor:
+        """Return scratch memory for rows that attend to at most ``longest`` others."""
+        floats = 4 * LANES * (longest // LANES + 1)
+        size = (rows * (4 * self._row + self._inputs + 4) + floats) // 8 + 1
+        return scratch_buffer(size, torch.device("cpu"))
 
     def run(
         self,
@@ -111,39 +128,33 @@ class CompiledLayers:
         if table is not None and encoded is not None:
             flat = [part for pair in encoded for part in pair]
             given, longest = _table(table, flat, length), max(longest, table.slot.shape[1])
-        longest = LANES * (longest // LANES + 1)
-        scratch = scratch_buffer(
-            (rows * (4 * self._row + self._inputs + 4) + 4 * longest) // 8 + 1, x.device
-        )
+        scratch = self.scratch(rows, longest)
         compiled = library()
         assert compiled is not None
         compiled.run_layers(
-            ctypes.addressof(self._stack),
+            self.address,
             address(x),
             rows,
             ctypes.addressof(mine),
             address(own.new),
             None if given is None else ctypes.addressof(given),
-            self._wide,
-            longest,
+            self.wide,
+            LANES * (longest // LANES + 1),
             address(scratch),
         )
         return x
 
 
 def _table(table: Table, memory: list[Tensor], capacity: int) -> Fields:
-    pointers = (POINTER * len(memory))(*[x.data_ptr() for x in memory])
-    fields = _Table.of(
+    return _Table.of(
         slot=table.slot,
         stride=table.slot.stride(0),
         entry=table.entry,
         length=table.length,
         source=table.source,
         capacity=capacity,
-        memory=ctypes.addressof(pointers),
+        memory=memory,
     )
-    fields.pointers = pointers
-    return fields
 
 
 def _products(layer: Layer) -> list[Product]:
@@ -161,9 +172,9 @@ def _layer(layer: Layer) -> _Layer:
     feed: Any = layer.feed
     cross = layer.cross
     return _Layer(
-        _norm(layer.norm),
-        _norm(None if cross is None else cross.norm),
-        _norm(layer.feed_norm),
+        norm_fields(layer.norm),
+        norm_fields(None if cross is None else cross.norm),
+        norm_fields(layer.feed_norm),
         _address(layer.query_key_value),
         _address(layer.out),
         None if cross is None else _address(cross.query),
@@ -173,10 +184,10 @@ def _layer(layer: Layer) -> _Layer:
     )
 
 
-def _norm(norm: Any) -> _Norm:
+def norm_fields(norm: Any) -> NormFields:
     if norm is None:
-        return _Norm(None, None, 0.0)
-    return _Norm(address(norm.weight), address(norm.bias), norm.eps)
+        return NormFields(None, None, 0.0)
+    return NormFields(address(norm.weight), address(norm.bias), norm.eps)
 
 
 def _address(product: Product) -> int:

@@ -56,7 +56,7 @@ class Decoder:
         """
         position = slots.table.length - 1  # of the new tokens
         x = self.embed(token, position)
-        whole = self._compiled if self.rotate is None and library() is not None else None
+        whole = self.compiled
         if whole is not None and not whole.suits(x.shape[0]):
             whole = None
         if whole is not None and (encoded is None or self.layers[0].cross is not None):
@@ -79,7 +79,10 @@ class Decoder:
         return self.head(x if self.norm is None else self.norm(x))
 
     @cached_property
-    def _compiled(self) -> CompiledLayers | None:
+    def compiled(self) -> CompiledLayers | None:
+        """The layers as one compiled call; None if some part of them is not compiled."""
+        if self.rotate is not None or library() is None:
+            return None
         return CompiledLayers.of(self.layers, self.heads, self.norm_first)
 
     def _attend_to_source(
@@ -119,6 +122,11 @@ class Encoded:
             number = self._number[rows.source.long()]
             self._table = Table(self._slot, rows.source, number, rows.source)
         return self._table
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor]:
+        """[S, T] the places of the states that may be attended to, first, and [S] their numbers."""
+        return self._slot, self._number
 
     def keep(self, sources: Tensor) -> None:
         """Drop all sources but these [S']."""

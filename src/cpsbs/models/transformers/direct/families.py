@@ -21,6 +21,7 @@ from cpsbs.models.transformers.direct.encoder import Encoder
 from cpsbs.models.transformers.direct.layers import (
     Cross,
     Embed,
+    Embedding,
     Layer,
     LayerNorm,
     Norm,
@@ -172,7 +173,7 @@ def _bart_embed(stack: Any) -> Embed:
     first = getattr(stack.embed_positions, "offset", 0)
     norm = getattr(stack, "layernorm_embedding", None)
     after = None if norm is None else _layer_norm(norm)
-    return partial(_embed, tokens, scale, positions[first:], after)
+    return Embedding(tokens.detach(), scale, positions.detach()[first:], after)
 
 
 def _gpt2(model: Any) -> Decoder:
@@ -201,7 +202,7 @@ def _gpt2(model: Any) -> Decoder:
     attention = decoder.h[0].attn
     number, dim = attention.num_heads, attention.head_dim
     return Decoder(
-        embed=partial(_embed, decoder.wte.weight, 1.0, decoder.wpe.weight, None),
+        embed=Embedding(decoder.wte.weight.detach(), 1.0, decoder.wpe.weight.detach(), None),
         layers=tuple(layers),
         heads=Heads(number, number, dim, attention.scaling),
         norm_first=True,
@@ -256,17 +257,6 @@ ENCODERS: dict[str, Callable[[Any], Encoder]] = {
     "BartForConditionalGeneration": _bart_encoder,
 }
 """The same for encoders."""
-
-
-def _embed(
-    tokens: Tensor, scale: float, positions: Tensor, norm: Norm | None, token: Tensor, at: Tensor
-) -> Tensor:
-    """Return the embeddings of tokens [n] at positions [n]."""
-    x = embedding(token, tokens)
-    if scale != 1.0:
-        x *= scale
-    x += positions.index_select(0, at)
-    return x if norm is None else norm(x)
 
 
 def _gated(both: Product, down: Product, x: Tensor, residual: Tensor) -> Tensor:

@@ -54,6 +54,27 @@ class UpAndDown:
 Embed = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [n] and their positions [n] to rows [n, d]."""
 
+
+@dataclass(frozen=True)
+class Embedding:
+    """Embeddings of tokens, scaled, plus those of their positions, normalised or not."""
+
+    tokens: Tensor
+    """[V, d]"""
+    scale: float
+    positions: Tensor
+    """[T, d]"""
+    norm: Norm | None
+
+    def __call__(self, token: Tensor, at: Tensor) -> Tensor:
+        """Return the embeddings of tokens [n] at positions [n]."""
+        x = torch.nn.functional.embedding(token, self.tokens)
+        if self.scale != 1.0:
+            x *= self.scale
+        x += self.positions.index_select(0, at)
+        return x if self.norm is None else self.norm(x)
+
+
 Rotate = Callable[[Tensor], Tensor]
 """Rotates queries or keys [n, heads, dim] by the positions of their rows."""
 

@@ -129,6 +129,15 @@ class Slots:
         """The number of slots in use."""
         return self._used
 
+    @property
+    def steps_left(self) -> int:
+        """The number of steps until slots that no row needs are dropped."""
+        return -self._steps % STEPS_BETWEEN
+
+    def take(self, table: Table, used: int, steps: int) -> None:
+        """Take over the slots of the rows as compiled functions have left them after steps."""
+        self.table, self._used, self._steps = table, used, self._steps + steps
+
     def _compact(
         self, slot: Tensor, length: Tensor, source: Tensor, kept: Tensor | None, k: int
     ) -> Tensor:

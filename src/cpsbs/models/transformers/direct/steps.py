@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import library
+from cpsbs.models.transformers.direct.compiled_decoder import CompiledSteps
 from cpsbs.models.transformers.direct.decoder import Decoder, Encoded
 from cpsbs.models.transformers.direct.prepared import (
     PREPARING,
@@ -128,6 +129,10 @@ class DirectSteps:
     def sources(self) -> int:
         """The number of sources."""
         return self._slots.sources
+
+    def compiled(self) -> CompiledSteps | None:
+        """Return what takes several of these steps in one call, if all of them is compiled."""
+        return CompiledSteps.of(self._decoder, self._slots, self._encoded)
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""

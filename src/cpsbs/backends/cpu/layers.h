@@ -1,0 +1,35 @@
+/* The layers of a decoder or an encoder, and what rows attend to: see layers.c. */
+
+#pragma once
+
+#include "products.h"
+
+typedef struct {
+    const float *weight, *bias; /* [d]; the bias may be null */
+    double eps;
+} norm;
+
+/* A layer; without cross-attention, query is null. */
+typedef struct {
+    norm own, cross, feed;
+    const product *query_key_value, *out, *query, *cross_out, *up, *down;
+} layer;
+
+/* What each row attends to: see cpsbs.models.transformers.direct.slots.Table. */
+typedef struct {
+    const int32_t *slot;
+    int64_t stride;
+    const int32_t *entry, *length, *source;
+    int64_t capacity;
+    float *const *memory; /* the keys and values of all layers, in turns */
+} table;
+
+typedef struct {
+    int64_t layers, norm_first, size, keys, group, dim; /* size: of a row */
+    double scale;
+    const layer *layer;
+} stack;
+
+void normalize_rows(const norm *n, const float *x, int64_t count, int64_t size, float *out);
+void run_layers(const stack *s, float *x, int64_t count, const table *own, const int32_t *fresh,
+                const table *given, int64_t wide, int64_t longest, float *scratch);
