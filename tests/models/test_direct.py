@@ -247,7 +247,7 @@ def test_all_layers_are_one_call_where_their_parts_are_compiled(name: str) -> No
     assert direct is not None
     library: Any = compiled.library()
     possible = name in ("marian", "gpt2") and bool(library.multiplies_floats())
-    assert (direct._decoder._compiled is not None) == possible
+    assert (direct._decoder.compiled is not None) == possible
 
 
 @pytest.mark.parametrize("name", FAMILIES)

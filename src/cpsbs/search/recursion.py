@@ -61,7 +61,7 @@ def run(request: Request, settings: SearchSettings) -> None:
             length, beam = length + len(taken.parents), taken.beam
             rows.replace(taken.scores, taken.row)
             if taken.parent is not None:
-                result = StepResult(beam, taken.parent, torch.tensor(False))
+                result = StepResult(beam, taken.parent, torch.zeros_like(beam.present[0, 0]))
         if result is None:
             offered, selection, result = transition.selecting(beam, *rows.scores(beam), streams)
         beam, parent = rows.stopped(result), result.parent

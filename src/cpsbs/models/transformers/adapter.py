@@ -168,6 +168,11 @@ class TransformersModel:
         self._started = True
         if self._states is not None:
             self._encode(self._states())
+        found = self._prefill_directly()
+        return self.prefill() if found is None else found
+
+    def prefill(self) -> Tensor:
+        """Return the scores [sources, V] of the first token by the model's own forward pass."""
         return self._forward(first=True)
 
     def _encode(self, states: Tensor) -> None:
@@ -182,7 +187,7 @@ class TransformersModel:
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] after one more token."""
         at_start = self._direct is None and self._ids.shape[-1] == self.prompt.shape[-1]
-        if self.device.type == "cpu" and at_start:
+        if at_start and self.device.type == "cpu":
             self._direct = self._begin_directly(parent)
             if self._direct is None:
                 self._let_grow()
@@ -221,13 +226,35 @@ class TransformersModel:
 
     def _begin_directly(self, parent: Tensor) -> DirectSteps | None:
         """Return steps that run the layers directly, for a first step with these parents [rows]."""
-        trains = self._in_training or self._model.training
-        if not self._may_be_direct or torch.is_grad_enabled() or trains:
+        if not self._runs_directly():
             return None
         from cpsbs.models.transformers.direct.steps import begin
 
         rows = int(torch.bincount(parent).max())
         return begin(self._model, self._kwargs, rows, self._ordinary)
+
+    def _prefill_directly(self) -> Tensor | None:
+        """Return the scores of the first token from the decoder's layers run directly, if it can.
+
+        Then the steps that follow run them directly, too.
+        """
+        kwargs, length = self._kwargs, self.prompt.shape[-1]
+        blank = self._restarts and kwargs.get("use_cache", True) and length == 1
+        if not blank or kwargs.get("encoder_outputs") is None or not self._runs_directly():
+            return None
+        from cpsbs.models.transformers.direct.steps import begin_from_states
+
+        begun = begin_from_states(self._model, kwargs, self.prompt, self._ordinary)
+        if begun is None:
+            return None
+        self._direct, scores = begun
+        self.vocab_size = scores.shape[-1]
+        return self._processors(self._ids, scores, self._source)
+
+    def _runs_directly(self) -> bool:
+        """Return whether the layers may be run directly, as far as that is known without them."""
+        trains = self._in_training or self._model.training or torch.is_grad_enabled()
+        return self._may_be_direct and self.device.type == "cpu" and not trains
 
     def _advance_directly(self, direct: DirectSteps, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] after one more token, and note what processors need."""

@@ -13,7 +13,7 @@ from cpsbs.backends.cpu.products import in_one_thread
 from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers, norm_fields
 from cpsbs.models.transformers.direct.decoder import Decoder, Encoded
 from cpsbs.models.transformers.direct.layers import Embedding, LayerNorm
-from cpsbs.models.transformers.direct.slots import STEPS_BETWEEN, Slots, Table
+from cpsbs.models.transformers.direct.slots import Slots, Table
 
 HEAD_SHARE = 4
 """How many times as large as is best for one thread the projection to the vocabulary may be, because
@@ -72,7 +72,8 @@ class CompiledSteps:
             wide=layers.wide,
         )
         self._head = head.inputs * head.outputs
-        self._vocab_size, self._scores = head.outputs, torch.empty(0, dtype=torch.float32)
+        self._vocab_size = head.outputs
+        self._scores = torch.empty(0, dtype=torch.float32, device="cpu")
         self.multiplications = layers.multiplications + self._head
         """How many of them a row takes."""
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import library
-from cpsbs.models.transformers.direct.attention import Heads, attend
+from cpsbs.models.transformers.direct.attention import Heads, attend, put
 from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
 from cpsbs.models.transformers.direct.layers import (
     Cross,
@@ -27,7 +27,12 @@ from cpsbs.models.transformers.direct.layers import (
     block,
 )
 from cpsbs.models.transformers.direct.products import Product
-from cpsbs.models.transformers.direct.slots import Slots, Table, visible_slots
+from cpsbs.models.transformers.direct.slots import (
+    Slots,
+    Table,
+    memory_for_slots,
+    visible_slots,
+)
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,30 @@ class Encoded:
         every = torch.ones((sources, self.length), dtype=torch.bool, device="cpu")
         self._slot, self._number = visible_slots(every if mask is None else mask.bool())
         self._table: Table | None = None
+
+    @staticmethod
+    def of_states(decoder: Decoder, states: Tensor, mask: Tensor) -> Encoded:
+        """Return the keys and values that a decoder makes of an encoder's states.
+
+        Args:
+            decoder: the decoder, which attends to an encoder.
+            states: [S, T, d] the states.
+            mask: [S, T] which of them may be attended to.
+        """
+        heads, (sources, length, _) = decoder.heads, states.shape
+        source, position = mask.nonzero(as_tuple=True)
+        rows = states[source, position]
+        places = [x.to(torch.int32) for x in (source, position)]
+        size, layers = sources * heads.keys * length * heads.dim, []
+        for layer in decoder.layers:
+            assert layer.cross is not None
+            parts = layer.cross.key_value(rows).chunk(2, dim=-1)
+            pair = [memory_for_slots(size, heads.dim) for _ in parts]
+            for part, memory in zip(parts, pair, strict=True):
+                put(part, memory, length, *places, heads)
+            keys, values = (x.view(sources, heads.keys, length, heads.dim) for x in pair)
+            layers.append((keys, values))
+        return Encoded(layers, mask)
 
     def table(self, rows: Table) -> Table:
         """Return what rows attend to, for rows with these sources."""

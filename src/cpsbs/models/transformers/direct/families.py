@@ -117,6 +117,7 @@ def _bart(model: Any) -> Decoder:
         cross = Cross(
             _layer_norm(layer.encoder_attn_layer_norm),
             product_of(other.q_proj, copy=copy),
+            product_of(other.k_proj, other.v_proj, copy=copy),
             product_of(other.out_proj, copy=copy),
         )
         layers.append(replace(plain, cross=cross))

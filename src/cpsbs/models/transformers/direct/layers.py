@@ -85,6 +85,8 @@ class Cross:
 
     norm: Norm
     query: Product
+    key_value: Product
+    """Of the encoder's states."""
     out: Product
 
 

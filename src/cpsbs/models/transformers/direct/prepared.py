@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -40,6 +41,8 @@ class Prepared:
     verified: set[bool] = field(default_factory=set)
     """For which ways to compute the decoder was compared with the model's own; see ``one_thread``.
     """
+    prefill_verified: set[bool] = field(default_factory=set)
+    """The same for the first step after an encoder and those that follow it."""
     encoder_verified: set[bool] = field(default_factory=set)
     """The same for the encoder."""
     reason: Exception | None = None
@@ -61,10 +64,10 @@ PREPARING = threading.Lock()
 
 def prepared(model: Any) -> Prepared:
     """Return what is known of a model; the caller holds ``PREPARING``."""
-    state = WeightState.of(model)
     known = PREPARED.get(model)
-    if known is None or known.state != state:
-        known = PREPARED[model] = Prepared(state, logged=known is not None and known.logged)
+    if known is None or not known.state.holds(model):
+        logged = known is not None and known.logged
+        known = PREPARED[model] = Prepared(WeightState(model), logged=logged)
         try:
             known.decoder = decoder_of(model)
             known.encoder = encoder_of(model)
@@ -90,24 +93,27 @@ class WeightState:
     ``weight.data += …``, show in a sample of its numbers.
     """
 
-    def __init__(self, places: list[tuple[int, int]], sample: Tensor) -> None:
-        self._places, self._sample = places, sample
-
-    @staticmethod
-    def of(model: Any) -> WeightState:
-        """Return the present state of a model's weights."""
+    def __init__(self, model: Any) -> None:
         every = [x.detach() for x in parameters(model)]
-        versions = [0 if x.is_inference() else x._version for x in every]
-        places = [(x.data_ptr(), version) for x, version in zip(every, versions, strict=True)]
-        flat = [x.reshape(-1) for x in every if x.numel()]
-        some = [x[:: max(1, x.numel() // SAMPLES)].double() for x in flat]
-        return WeightState(
-            places, torch.cat(some) if some else torch.empty(0, dtype=torch.float32, device="cpu")
-        )
+        self._places = _places(every)
+        # Views, which show the numbers as they are now as long as the addresses are the same.
+        self._some = [
+            x.view(-1)[:: max(1, x.numel() // SAMPLES)] for x in every if x.is_contiguous()
+        ]
+        self._scattered = [x for x in every if not x.is_contiguous()]
+        self._sample = self._numbers()
 
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, WeightState):
-            return NotImplemented
-        return self._places == other._places and torch.equal(self._sample, other._sample)
+    def holds(self, model: Any) -> bool:
+        """Return whether the weights of the model are what they were."""
+        same = _places(parameters(model)) == self._places
+        return same and torch.equal(self._numbers(), self._sample)
 
-    __hash__ = None  # type: ignore[assignment]
+    def _numbers(self) -> Tensor:
+        more = [x.reshape(-1)[:: max(1, x.numel() // SAMPLES)] for x in self._scattered]
+        every = [x for x in self._some + more if x.numel()]
+        return torch.cat(every) if every else torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def _places(every: Iterable[Tensor]) -> list[tuple[int, int]]:
+    """Return the address and the version of every tensor."""
+    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in every]

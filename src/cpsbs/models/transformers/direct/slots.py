@@ -17,8 +17,9 @@ from torch.nn.functional import pad
 
 from cpsbs.backends.cpu.compiled import attends
 
-STEPS_BETWEEN = 16
-"""The number of steps after which slots that no row needs are dropped."""
+LEAST_STEPS, LEAST_SLOTS = 16, 160
+"""Slots that no row needs are dropped after at least so many steps, and so many slots for each source
+that were used meanwhile."""
 
 FEWER_SOURCES = 0.5
 """The share of sources left at which those that have ended are dropped."""
@@ -82,7 +83,8 @@ class Slots:
         self._ours = False
         """Whether the memory may be overwritten; at first it is the model's."""
         self._spare = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._steps = 0
+        self.steps_left = 0
+        """The number of steps until slots that no row needs are dropped."""
         slot, length = visible_slots(visible)
         source = torch.arange(self.sources, dtype=torch.int32, device="cpu")
         self.table = Table(slot, source, length, source)
@@ -101,9 +103,8 @@ class Slots:
             raise ValueError("parent has rows out of the order of their sources; sort them")
         counts = torch.bincount(source, minlength=self.sources)
         most, left, kept = int(counts.max()), int(counts.count_nonzero()), None
-        due = self._steps % STEPS_BETWEEN == 0
+        due = self.steps_left == 0
         fewer = left < self.sources and (due or left <= FEWER_SOURCES * self.sources)
-        self._steps += 1
         slot = before.slot.index_select(0, parent)
         if fewer:
             kept = counts.nonzero()[:, 0]
@@ -112,6 +113,7 @@ class Slots:
             source, counts = number[source.long()], counts[kept]
         if due or fewer or self._used + most > self.capacity:
             slot = self._compact(slot, length, source, kept, most)
+        self.steps_left -= 1
         n, first = len(source), counts.cumsum(0) - counts
         within = torch.arange(n, device="cpu") - first[source.long()]
         self.new = (within + self._used).to(torch.int32)
@@ -129,14 +131,9 @@ class Slots:
         """The number of slots in use."""
         return self._used
 
-    @property
-    def steps_left(self) -> int:
-        """The number of steps until slots that no row needs are dropped."""
-        return -self._steps % STEPS_BETWEEN
-
     def take(self, table: Table, used: int, steps: int) -> None:
         """Take over the slots of the rows as compiled functions have left them after steps."""
-        self.table, self._used, self._steps = table, used, self._steps + steps
+        self.table, self._used, self.steps_left = table, used, self.steps_left - steps
 
     def _compact(
         self, slot: Tensor, length: Tensor, source: Tensor, kept: Tensor | None, k: int
@@ -163,7 +160,8 @@ class Slots:
         needed = needed.view(sources, -1)[:, : self._used]
         order, numbers = visible_slots(needed)
         most = int(numbers.max())
-        self._move(order[:, :most].long(), kept, most + STEPS_BETWEEN * k)
+        self.steps_left = max(LEAST_STEPS, LEAST_SLOTS // k)
+        self._move(order[:, :most].long(), kept, most + self.steps_left * k)
         rank = pad(needed.cumsum(-1, dtype=torch.int32) - 1, (0, 1))
         return rank.flatten()[places]
 
@@ -183,7 +181,7 @@ class Slots:
             if not self._ours or old.numel() < size:
                 self.memory[number] = memory_for_slots(2 * size if self._ours else size, self.dim)
             into = self.memory[number][:size].view(-1, capacity, self.dim)
-            into[:, :used] = moved.view(-1, used, self.dim)
+            into[:, :used] = moved.view(len(into), used, self.dim)
         self._ours = True
         self.sources, self._used, self.capacity = sources, used, capacity
 

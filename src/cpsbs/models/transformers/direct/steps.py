@@ -48,6 +48,10 @@ class OrdinarySteps(Protocol):
 
     vocab_size: int
 
+    def prefill(self) -> Tensor:
+        """Return the scores [sources, V] of the first token, if nothing has been computed yet."""
+        ...
+
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [rows, V] of rows ``parent`` [rows] extended by ``token`` [rows]."""
         ...
@@ -85,9 +89,10 @@ def _begin(
         return None
     try:
         if one_thread() not in known.verified:
-            _compare(DirectSteps(known.decoder, inputs), reference(), _tolerance(model))
+            direct = DirectSteps.after_prefill(known.decoder, inputs)
+            _compare(direct, reference(), _tolerance(model))
             known.verified.add(one_thread())
-        return DirectSteps(known.decoder, inputs)
+        return DirectSteps.after_prefill(known.decoder, inputs)
     except UnusualInputsError as error:
         say(model, known, error)
     except Exception as error:
@@ -96,34 +101,91 @@ def _begin(
     return None
 
 
+@torch.no_grad()
+def begin_from_states(
+    model: Any,
+    inputs: Mapping[str, Any],
+    start: Tensor,
+    reference: Callable[[], OrdinarySteps],
+) -> tuple[DirectSteps, Tensor] | None:
+    """Return direct steps of a decoder, and the scores [S, V] of the first token.
+
+    None where they are impossible; the reason is logged once for each model.
+
+    Args:
+        model: a transformers model with an encoder on a CPU, not in training mode.
+        inputs: what the model has before the prefill, the encoder's states among it.
+        start: [S, 1] the token with which each sequence starts.
+        reference: returns the model's ordinary steps, before the prefill.
+    """
+    if library() is None:
+        return None
+    with PREPARING:
+        known = prepared(model)
+        if known.decoder is None or known.decoder.layers[0].cross is None:
+            return None
+        source = torch.arange(len(start), device="cpu")
+        try:
+            if one_thread() not in known.prefill_verified:
+                direct, ordinary = DirectSteps.from_states(known.decoder, inputs), reference()
+                tolerance = _tolerance(model)
+                _check(direct.advance(source, start[:, 0]), ordinary.prefill(), tolerance, 0)
+                _compare(direct, ordinary, tolerance)
+                known.prefill_verified.add(one_thread())
+            steps = DirectSteps.from_states(known.decoder, inputs)
+        except UnusualInputsError as error:
+            say(model, known, error)
+            return None
+        except Exception as error:
+            known.decoder = None
+            say(model, known, error)
+            return None
+    return steps, steps.advance(source, start[:, 0])
+
+
 class DirectSteps:
     """The steps of one search.
 
     Args:
         decoder: the prepared parts of the model.
-        inputs: see ``begin``.
+        slots: the keys and values of the prefixes.
+        encoded: the keys and values of the encoder's states, if there is an encoder.
     """
 
-    def __init__(self, decoder: Decoder, inputs: Mapping[str, Any]) -> None:
-        given = {name for name, value in inputs.items() if value is not None}
-        unusual = sorted(given - KNOWN_INPUTS)
-        if unusual:
-            raise UnusualInputsError(f"it was given {', '.join(unusual)}")
+    def __init__(self, decoder: Decoder, slots: Slots, encoded: Encoded | None) -> None:
+        self._decoder, self._slots, self._encoded = decoder, slots, encoded
+
+    @staticmethod
+    def after_prefill(decoder: Decoder, inputs: Mapping[str, Any]) -> DirectSteps:
+        """Return the steps of a model after its own prefill; see ``begin``."""
+        _refuse_unusual(inputs)
         cache, mask = inputs.get("past_key_values"), inputs.get("attention_mask")
         if cache is None or (mask is not None and mask.ndim != 2):
             raise UnusualInputsError("it has no KV cache, or an attention mask of another shape")
-        self._decoder, self._encoded = decoder, None
-        crosses = decoder.layers[0].cross is not None
+        encoded, crosses = None, decoder.layers[0].cross is not None
         prompt = _keys_and_values(cache.self_attention_cache if crosses else cache)
         sources, _, length, _ = prompt[0][0].shape
         visible = torch.ones((sources, length), dtype=torch.bool, device="cpu")
         if crosses:
             if mask is not None and not bool(mask.any(-1).all()):
                 raise UnusualInputsError("one of its sources is empty")
-            self._encoded = Encoded(_keys_and_values(cache.cross_attention_cache), mask)
+            encoded = Encoded(_keys_and_values(cache.cross_attention_cache), mask)
         elif mask is not None:
             visible = mask[:, :length].bool()  # transformers has added the next token to it
-        self._slots = Slots(prompt, visible)
+        return DirectSteps(decoder, Slots(prompt, visible), encoded)
+
+    @staticmethod
+    def from_states(decoder: Decoder, inputs: Mapping[str, Any]) -> DirectSteps:
+        """Return the steps of a decoder without a prefix; see ``begin_from_states``."""
+        _refuse_unusual(inputs)
+        states, mask = inputs["encoder_outputs"].last_hidden_state, inputs.get("attention_mask")
+        if mask is None or mask.shape != states.shape[:2] or not bool(mask.any(-1).all()):
+            raise UnusualInputsError("it has no attention mask of the encoder's states")
+        heads, sources = decoder.heads, len(states)
+        shape = (sources, heads.keys, 0, heads.dim)
+        nothing = torch.empty(shape, dtype=torch.float32, device="cpu")
+        slots = Slots([(nothing, nothing)] * len(decoder.layers), nothing[:, 0, :, 0].bool())
+        return DirectSteps(decoder, slots, Encoded.of_states(decoder, states, mask.bool()))
 
     @property
     def sources(self) -> int:
@@ -140,6 +202,14 @@ class DirectSteps:
         if left is not None and self._encoded is not None:
             self._encoded.keep(left)
         return self._decoder.step(token, self._slots, self._encoded)
+
+
+def _refuse_unusual(inputs: Mapping[str, Any]) -> None:
+    """Raise if a model has inputs for which direct steps may be wrong."""
+    given = {name for name, value in inputs.items() if value is not None}
+    unusual = sorted(given - KNOWN_INPUTS)
+    if unusual:
+        raise UnusualInputsError(f"it was given {', '.join(unusual)}")
 
 
 def _keys_and_values(cache: Any) -> list[tuple[Tensor, Tensor]]:
@@ -171,8 +241,13 @@ def _compare(direct: DirectSteps, reference: OrdinarySteps, tolerance: float) ->
         token = (7 * torch.arange(len(parent), device="cpu") + 3 + n) % reference.vocab_size
         expected = reference.advance(parent, token)
         found = direct.advance(parent, token)
-        p, wanted = expected.softmax(-1), expected.log_softmax(-1)
-        gap = torch.where(p > 0, p * (found.log_softmax(-1) - wanted).abs(), 0.0).sum(-1).amax()
-        scale = expected.masked_fill(expected.isinf(), 0.0).abs().amax()
-        if not bool(gap <= tolerance * (32 + scale)):
-            raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {n + 1}")
+        _check(found, expected, tolerance, n + 1)
+
+
+def _check(found: Tensor, expected: Tensor, tolerance: float, step: int) -> None:
+    """Raise if scores [n, V] differ by more than rounding explains."""
+    p, wanted = expected.softmax(-1), expected.log_softmax(-1)
+    gap = torch.where(p > 0, p * (found.log_softmax(-1) - wanted).abs(), 0.0).sum(-1).amax()
+    scale = expected.masked_fill(expected.isinf(), 0.0).abs().amax()
+    if not bool(gap <= tolerance * (32 + scale)):
+        raise ValueError(f"log-probabilities differ by {float(gap):.2g} at step {step}")
