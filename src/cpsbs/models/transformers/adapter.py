@@ -22,24 +22,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from cpsbs.models.transformers.caches import CACHE, apart, is_blank
 from cpsbs.models.transformers.forcing import forced_logits
 from cpsbs.models.transformers.inputs import evaluating, prepare, refuse_right_padding
+from cpsbs.models.transformers.modules import modules_of
 from cpsbs.models.transformers.moves import Moves, rows_of_value
 from cpsbs.models.transformers.processors import Criteria, Layout, Processors
+from cpsbs.models.transformers.usual import OURS
 
 if TYPE_CHECKING:
     from cpsbs.backends import Backend, FixedSteps
     from cpsbs.backends.base import CompiledDecoder
     from cpsbs.models.transformers.direct.steps import DirectSteps
 
-CACHE = "past_key_values"
-"""The name of the KV cache among a model's inputs."""
-
 MOST_SHARED = 2**30
 """The most bytes of weights of a model that is searched in several threads."""
-
-OURS = ("MaxLengthCriteria", "EosTokenCriteria")
-"""Stopping criteria that the search itself applies."""
 
 FORCED_END = "ForcedEOSTokenLogitsProcessor"
 """The processor that forces the end token at the maximal length."""
@@ -86,13 +83,13 @@ class TransformersModel:
         if not model.config.is_encoder_decoder:
             mask = None if mask_is_given else config.pad_token_id
             refuse_right_padding(input_ids, kwargs.get("attention_mask"), mask)
-        self._model, self._given = model, _apart(kwargs)
+        self._model, self._given = model, apart(kwargs)
         self._states = states
         """Computes the encoder's states, if that is still to be done."""
         self._mask: Tensor | None = kwargs.get("attention_mask")
         self._inputs = inputs
         """What the caller would pass to ``generate``; None inside ``generate``."""
-        self._restarts = _is_blank(kwargs.get(CACHE))
+        self._restarts = is_blank(kwargs.get(CACHE))
         self.name = type(model).__name__
         self.prompt = input_ids
         self.sources = len(input_ids)
@@ -107,7 +104,7 @@ class TransformersModel:
         # A search may return an unfinished sequence of maximal length; its end is not forced.
         self._all_processors = [p for p in processors if type(p).__name__ != FORCED_END]
         self._all_criteria = [c for c in criteria if type(c).__name__ not in OURS]
-        self._in_training = any(module.training for module in model.modules())
+        self._in_training = any(module.training for module in modules_of(model))
         self._started = False
         self._may_be_direct = True
         """Whether steps may run the layers directly; false where they are compared with these."""
@@ -119,7 +116,7 @@ class TransformersModel:
 
     def _rewind(self) -> None:
         """Go back to where the prompt ends, with what was prepared for the first search."""
-        self._kwargs = _apart(self._given)
+        self._kwargs = apart(self._given)
         self._ids = self.prompt
         self._source = torch.arange(self.sources, device=self.device)
         # Not a method: a reference cycle would keep buffers on the device until it is collected.
@@ -361,10 +358,10 @@ class TransformersModel:
 
     def _ordinary(self) -> TransformersModel:
         """Return a copy that takes ordinary steps, without processors and without changing this."""
-        apart = copy.copy(self)
-        apart._processors, apart._kwargs = self._processors.without_any(), _apart(self._kwargs)
-        apart._may_be_direct = False
-        return apart
+        other = copy.copy(self)
+        other._processors, other._kwargs = self._processors.without_any(), apart(self._kwargs)
+        other._may_be_direct = False
+        return other
 
     def stops(self, parent: Tensor, token: Tensor) -> Tensor | None:
         """Return [rows] whether a stopping criterion of the caller ends each extension."""
@@ -469,40 +466,3 @@ def _have_ended(eos: tuple[int, ...], prompt: int, ids: Tensor) -> Tensor:
     """Return [rows] whether each row [rows, t] has an end token after the prompt."""
     ends = torch.tensor(eos, dtype=ids.dtype, device=ids.device)
     return torch.isin(ids[:, prompt:], ends).any(-1)
-
-
-def _apart(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return inputs with the same tensors, which are replaced without changing the ones given."""
-    copies = {
-        name: copy.copy(value) if hasattr(value, "keys") else value
-        for name, value in kwargs.items()
-    }
-    if kwargs.get(CACHE) is not None:
-        copies[CACHE] = _shallow(kwargs[CACHE])
-    return copies
-
-
-def _is_blank(cache: Any) -> bool:
-    """Return whether nothing is in a KV cache, so that a shallow copy is a cache of its own."""
-    if cache is None:
-        return True
-    parts = [
-        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
-    ]
-    if any(part is not None for part in parts):
-        return all(map(_is_blank, parts))
-    layers = getattr(cache, "layers", None)
-    return layers is not None and not any(getattr(x, "is_initialized", True) for x in layers)
-
-
-def _shallow(cache: Any) -> Any:
-    """Return a cache with the same tensors, whose layers replace them without writing into them."""
-    cache = copy.copy(cache)
-    if hasattr(cache, "is_updated"):
-        cache.is_updated = dict(cache.is_updated)
-    for name in ("self_attention_cache", "cross_attention_cache"):
-        if hasattr(cache, name):
-            setattr(cache, name, _shallow(getattr(cache, name)))
-    if hasattr(cache, "layers"):
-        cache.layers = [copy.copy(layer) for layer in cache.layers]
-    return cache

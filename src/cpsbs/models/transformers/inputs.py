@@ -15,6 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from cpsbs.models.transformers.modules import modules_of
+from cpsbs.models.transformers.usual import USUAL, note_usual_inputs, usual_inputs
+
 NEUTRAL: dict[str, Any] = {
     "do_sample": False,
     "temperature": 1.0,
@@ -88,19 +91,30 @@ def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
         }
 
     later = states_later(model, inputs)
+    usual = later is not None and not processors and inputs.keys() == USUAL
     given = inputs
     if later is not None:
-        from transformers.modeling_outputs import BaseModelOutput
-
-        # Nothing but its shape is read before the states take its place.
-        size = (*inputs["input_ids"].shape, model.config.hidden_size)
-        blank: Any = torch.zeros((), dtype=torch.float32, device="cpu").expand(size)
-        given = {**inputs, "encoder_outputs": BaseModelOutput(blank)}
+        given = {**inputs, "encoder_outputs": _blank_states(model, inputs)}
+    if usual:
+        known = usual_inputs(model, inputs, given["encoder_outputs"])
+        if known is not None:
+            return {**known, "states": later}
     with evaluating(model):
         kept: dict[str, Any] = model.generate(
             **given, **plain, logits_processor=processors, custom_generate=keep
         )
+    if usual:
+        note_usual_inputs(model, inputs, kept)
     return {**kept, "states": later}
+
+
+def _blank_states(model: Any, inputs: dict[str, Any]) -> Any:
+    """Return what stands for the encoder's states until they are computed; its shape is read."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    size = (*inputs["input_ids"].shape, model.config.hidden_size)
+    blank: Any = torch.zeros((), dtype=torch.float32, device="cpu").expand(size)
+    return BaseModelOutput(blank)
 
 
 def states_later(model: Any, inputs: dict[str, Any]) -> Callable[[], Tensor] | None:
@@ -165,7 +179,7 @@ def evaluating(model: Any) -> Iterator[None]:
 
     With dropout there is no one distribution to sample from.
     """
-    training = [module for module in model.modules() if module.training]
+    training = [module for module in modules_of(model) if module.training]
     for module in training:
         module.training = False
     try:

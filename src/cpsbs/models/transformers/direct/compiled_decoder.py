@@ -16,8 +16,8 @@ from cpsbs.models.transformers.direct.layers import Embedding, LayerNorm
 from cpsbs.models.transformers.direct.slots import Slots, Table
 
 HEAD_SHARE = 4
-"""How many times as large as is best for one thread the projection to the vocabulary may be, because
-everything else is in the same call."""
+"""By how many times the projection to the vocabulary may be larger than is best for one thread,
+because everything else is in the same call."""
 
 
 class _Decoder(Fields):

@@ -185,6 +185,7 @@ def _layer(layer: Layer) -> _Layer:
 
 
 def norm_fields(norm: Any) -> NormFields:
+    """Return a ``LayerNorm``, or None, as compiled functions read it."""
     if norm is None:
         return NormFields(None, None, 0.0)
     return NormFields(address(norm.weight), address(norm.bias), norm.eps)

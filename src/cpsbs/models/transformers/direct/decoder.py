@@ -133,14 +133,14 @@ class Encoded:
         heads, (sources, length, _) = decoder.heads, states.shape
         source, position = mask.nonzero(as_tuple=True)
         rows = states[source, position]
-        places = [x.to(torch.int32) for x in (source, position)]
+        source, position = source.to(torch.int32), position.to(torch.int32)
         size, layers = sources * heads.keys * length * heads.dim, []
         for layer in decoder.layers:
             assert layer.cross is not None
             parts = layer.cross.key_value(rows).chunk(2, dim=-1)
             pair = [memory_for_slots(size, heads.dim) for _ in parts]
             for part, memory in zip(parts, pair, strict=True):
-                put(part, memory, length, *places, heads)
+                put(part, memory, length, source, position, heads)
             keys, values = (x.view(sources, heads.keys, length, heads.dim) for x in pair)
             layers.append((keys, values))
         return Encoded(layers, mask)

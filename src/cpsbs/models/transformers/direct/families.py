@@ -6,7 +6,7 @@ A family names the modules of one architecture. What transformers does with them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -292,13 +292,3 @@ def _head(layer: Any, bias: Tensor | None, copy: bool) -> Product:
     if bias is not None and bool(bias.any()):
         product.add_bias(bias)
     return product
-
-
-def parameters(model: nn.Module) -> Iterable[Tensor]:
-    """Yield all tensors that a step of the model depends on."""
-    left = [model]  # ``model.parameters()`` takes many times as long, because it makes up names
-    while left:
-        module = left.pop()
-        left += (x for x in module._modules.values() if x is not None)
-        for some in (module._parameters, module._buffers):
-            yield from (x for x in some.values() if x is not None)

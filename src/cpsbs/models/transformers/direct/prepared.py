@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,8 +19,8 @@ from cpsbs.models.transformers.direct.families import (
     UnknownArchitectureError,
     decoder_of,
     encoder_of,
-    parameters,
 )
+from cpsbs.models.transformers.modules import modules_of
 
 log = logging.getLogger("cpsbs")
 
@@ -65,7 +66,7 @@ PREPARING = threading.Lock()
 def prepared(model: Any) -> Prepared:
     """Return what is known of a model; the caller holds ``PREPARING``."""
     known = PREPARED.get(model)
-    if known is None or not known.state.holds(model):
+    if known is None or not known.state.holds():
         logged = known is not None and known.logged
         known = PREPARED[model] = Prepared(WeightState(model), logged=logged)
         try:
@@ -94,26 +95,43 @@ class WeightState:
     """
 
     def __init__(self, model: Any) -> None:
-        every = [x.detach() for x in parameters(model)]
-        self._places = _places(every)
-        # Views, which show the numbers as they are now as long as the addresses are the same.
-        self._some = [
-            x.view(-1)[:: max(1, x.numel() // SAMPLES)] for x in every if x.is_contiguous()
+        self._tables: list[dict[str, Any]] = [
+            table
+            for module in modules_of(model)
+            for table in (module._modules, module._parameters, module._buffers)
         ]
+        """Where torch keeps the modules, parameters and buffers of each module."""
+        self._held = self._holding()
+        every = [x.detach() for x in self._held if isinstance(x, Tensor)]
+        self._places = self._standing()
+        # Views, which show the numbers as they are now as long as the addresses are the same.
+        self._some = [_some(x.view(-1)) for x in every if x.is_contiguous()]
         self._scattered = [x for x in every if not x.is_contiguous()]
         self._sample = self._numbers()
 
-    def holds(self, model: Any) -> bool:
+    def holds(self) -> bool:
         """Return whether the weights of the model are what they were."""
-        same = _places(parameters(model)) == self._places
-        return same and torch.equal(self._numbers(), self._sample)
+        held = self._holding()
+        same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        return (
+            same and self._standing() == self._places and torch.equal(self._numbers(), self._sample)
+        )
+
+    def _holding(self) -> list[Any]:
+        """Return all modules, parameters and buffers."""
+        return list(chain.from_iterable(map(dict.values, self._tables)))
+
+    def _standing(self) -> list[tuple[int, int]]:
+        """Return the address and the version of every tensor."""
+        tensors = [x for x in self._held if isinstance(x, Tensor)]
+        return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
 
     def _numbers(self) -> Tensor:
-        more = [x.reshape(-1)[:: max(1, x.numel() // SAMPLES)] for x in self._scattered]
-        every = [x for x in self._some + more if x.numel()]
+        """Return some numbers of every tensor."""
+        every = [*self._some, *(_some(x.reshape(-1)) for x in self._scattered)]
         return torch.cat(every) if every else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
-def _places(every: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return the address and the version of every tensor."""
-    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in every]
+def _some(x: Tensor) -> Tensor:
+    """Return a view of about ``SAMPLES`` of the numbers [n], evenly spread."""
+    return x[:: max(1, len(x) // SAMPLES)]

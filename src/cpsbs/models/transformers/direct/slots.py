@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from cpsbs.backends.cpu.compiled import attends
 
 LEAST_STEPS, LEAST_SLOTS = 16, 160
-"""Slots that no row needs are dropped after at least so many steps, and so many slots for each source
-that were used meanwhile."""
+"""Slots that no row needs are dropped when the memory is full, which has room for as many steps and
+as many slots of every source."""
 
 FEWER_SOURCES = 0.5
 """The share of sources left at which those that have ended are dropped."""
