@@ -24,10 +24,6 @@ from cpsbs.threads import map_in_threads
 StreamsOfModels = int | torch.Generator | Iterable[Sequence[torch.Generator] | Streams] | None
 """A seed or a generator for all models, or the generators of the sources of each model."""
 
-FEW_ROWS = 16
-"""With fewer hypotheses in a batch, several threads are slower than one: most of the time is that
-of Python, which one thread at a time can run."""
-
 
 def search(
     model: SequenceModel,
@@ -177,7 +173,6 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
     threads = threads_for(first.model)
     del first  # so that its buffers are freed as soon as the search is done with them
     if threads > 1 and queue.several():
-        threads = 1 if sources * settings.k < FEW_ROWS else threads
         yield from map_in_threads(partial(_searched, settings), iter(queue.take, None), threads)
         return
     progress = _progress(queue, settings)
