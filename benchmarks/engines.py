@@ -1,15 +1,16 @@
-"""Sentences a second on a CPU, against the engines that people translate with.
+"""Sentences a second, against the engines that people translate with.
 
-    python -m benchmarks.engines --source FILE --reference FILE [--sentences N] [--rounds R]
-        [--json FILE] [--page FILE]
+    python -m benchmarks.engines --source FILE --reference FILE [--device cpu|cuda]
+        [--sentences N] [--rounds R] [--json FILE] [--page FILE]
 
 The embedded model translates sentences of FILE with K = 5: beam search, CPSBS and ``stratified``
-here, in float32 and with int8 weights; beam search by CTranslate2 with the same weights
-(``benchmarks.ctranslate2_conversion``), a thread for every core; and beam search by transformers. A
-run goes from texts to texts. Runs take turns, the figures are medians over the rounds, and a ratio
-is the median of the ratios of single rounds. "over CTranslate2" compares with its beam search of
-the same precision and batch size. "A second of a core" is processor time, which other work on the
-machine changes less. BLEU is sacrebleu's, of the sentences that were translated.
+here; beam search by CTranslate2 with the same weights (``benchmarks.ctranslate2_conversion``); and
+beam search by transformers. On a CPU weights are in float32 and in int8, with a thread for every
+core; on a GPU they are in float16. A run goes from texts to texts. Runs take turns, the figures are
+medians over the rounds, and a ratio is the median of the ratios of single rounds. "over
+CTranslate2" compares with its beam search of the same precision and batch size. "A second of a
+core" is processor time, which other work on the machine changes less. BLEU is sacrebleu's, of the
+sentences that were translated.
 
 All beam searches here and by CTranslate2 rank hypotheses by log-probability. By default CTranslate2
 divides it by the length, which is another task and has another BLEU. It is asked for the best
@@ -36,23 +37,56 @@ from benchmarks.ctranslate2_conversion import convert
 from benchmarks.tables import into_readme, table
 from benchmarks.timing import machine
 from cpsbs import load
-from cpsbs.cli.batches import ROWS
+from cpsbs.cli.batches import ROWS, batches, refill_size
 from cpsbs.text import TextModel
 
 K, LONGEST = 5, 128
 RIVAL = "CTranslate2, beam search"
+
+Run = Callable[[list[str]], list[str]]
+Row = dict[str, object]
+Batch = int | None
+"""The number of sentences in a batch, or None for what suits each engine best."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A device, and what is compared there."""
+
+    designs: dict[str, tuple[str, float]]
+    """Design and temperature by name."""
+    weights: dict[str, dict[str, Any]]
+    """How a model with these weights is loaded."""
+    rival_batch: int
+    """The batch size with which CTranslate2 is fastest there."""
+    transformers: tuple[Batch, int]
+    """The row of ``batches`` in which transformers is measured, and its batch size."""
+    batches: dict[Batch, int]
+    """Batch sizes, and which share of the sentences is enough: all, or one of so many."""
+
+
 DESIGNS = {
     "beam search": ("top-k", 1.0),
     "CPSBS, τ = 0.5": ("conditional-poisson", 0.5),
     "stratified, τ = 0.5": ("stratified", 0.5),
 }
-RIVAL_BATCH = 32
-"""The batch size with which CTranslate2 is fastest here."""
-SLOW_BATCH = 8
-"""The batch size with which transformers is measured; it takes too long for many sentences."""
-
-Run = Callable[[list[str]], list[str]]
-Row = dict[str, object]
+AT_ONE = {"CPSBS, τ = 1": ("conditional-poisson", 1.0), "stratified, τ = 1": ("stratified", 1.0)}
+PLACES = {
+    "cpu": Place(
+        DESIGNS,
+        {"float32": {}, "int8": {"quantize": "int8"}},
+        rival_batch=32,
+        transformers=(8, 8),
+        batches={None: 1, 8: 6, 1: 12},
+    ),
+    "cuda": Place(
+        DESIGNS | AT_ONE,
+        {"float16": {"dtype": "float16"}},
+        rival_batch=1024,
+        transformers=(None, 3003),
+        batches={None: 1, 64: 1},
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -68,14 +102,15 @@ def ours(
     model: TextModel, design: str, temperature: float, size: int, texts: list[str]
 ) -> list[str]:
     """Return the most probable of the K sequences of each text."""
-    order = sorted(range(len(texts)), key=lambda i: -len(texts[i]))
-    batches = [
-        [texts[i] for i in order[first : first + size]] for first in range(0, len(texts), size)
-    ]
-    best: list[str] = []
-    for beams in model.beams_each(batches, K, design, temperature=temperature, seed=0):
-        best += [row[0] for row in model.texts(beams)]
-    return [text for _, text in sorted(zip(order, best, strict=True))]
+    refill = refill_size(size) if model.model.device.type == "cuda" else size
+    lengths = {i: len(text) for i, text in enumerate(texts)}
+    grouped = list(batches(lengths, lengths, size, refill))
+    given = ([texts[i] for i in numbers] for numbers in grouped)
+    best: dict[int, str] = {}
+    each = model.beams_each(given, K, design, temperature=temperature, seed=0)
+    for numbers, beams in zip(grouped, each, strict=True):
+        best |= zip(numbers, (row[0] for row in model.texts(beams)), strict=True)
+    return [best[i] for i in range(len(texts))]
 
 
 def by_ctranslate2(model: TextModel, translator: Any, size: int, texts: list[str]) -> list[str]:
@@ -98,7 +133,7 @@ def by_transformers(model: TextModel, size: int, texts: list[str]) -> list[str]:
     best: list[str] = []
     for first in range(0, len(texts), size):
         batch = [texts[i] for i in order[first : first + size]]
-        given = model.tokenizer(batch, return_tensors="pt", padding=True)
+        given = model.tokenizer(batch, return_tensors="pt", padding=True).to(model.model.device)
         mask = given["attention_mask"]
         ids = model.model.generate(
             given["input_ids"], attention_mask=mask, num_beams=K, max_new_tokens=LONGEST
@@ -108,20 +143,22 @@ def by_transformers(model: TextModel, size: int, texts: list[str]) -> list[str]:
 
 
 def engines(
-    models: dict[str, TextModel], translators: dict[str, Any], batch: int | None
+    place: Place, models: dict[str, TextModel], translators: dict[str, Any], batch: Batch
 ) -> list[Engine]:
     """Return the engines to compare, with this batch size or each with its own."""
     found = []
     for weights, model in models.items():
-        size = batch or ROWS["cpu"] // K
+        size = batch or ROWS[model.model.device.type] // K
         if weights in translators:
-            translate = partial(by_ctranslate2, model, translators[weights], batch or RIVAL_BATCH)
+            size_there = batch or place.rival_batch
+            translate = partial(by_ctranslate2, model, translators[weights], size_there)
             found.append(Engine(RIVAL, weights, translate))
-        for name, (design, temperature) in DESIGNS.items():
+        for name, (design, temperature) in place.designs.items():
             found.append(Engine(name, weights, partial(ours, model, design, temperature, size)))
-    if batch == SLOW_BATCH:
-        generate = partial(by_transformers, models["float32"], batch)
-        found.append(Engine("transformers, beam search", "float32", generate))
+    if batch == place.transformers[0]:
+        weights, model = next(iter(models.items()))
+        generate = partial(by_transformers, model, place.transformers[1])
+        found.append(Engine("transformers, beam search", weights, generate))
     return found
 
 
@@ -179,6 +216,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--source", type=Path, help="sentences to translate, one a line")
     parser.add_argument("--reference", type=Path, help="their translations, one a line")
+    parser.add_argument("--device", choices=list(PLACES), default="cpu")
     parser.add_argument(
         "--sentences", type=int, default=3003, help="translate this many, evenly spread"
     )
@@ -194,22 +232,23 @@ def main() -> None:
             path.read_text(encoding="utf-8").splitlines()
             for path in (arguments.source, arguments.reference)
         )
-        results = {
-            "engines_cpu": measured(texts, references, arguments.sentences, arguments.rounds)
-        }
+        name = f"engines_{arguments.device}"
+        given = (arguments.device, texts, references, arguments.sentences, arguments.rounds)
+        results = {name: measured(*given)}
         results["on"] = machine() | {"sentences": arguments.sentences, "rounds": arguments.rounds}
-        print(table(results["engines_cpu"]))
+        print(table(results[name]))
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
     if arguments.page:
         arguments.page.write_text(into_readme(arguments.page.read_text(), results))
 
 
-def measured(texts: list[str], references: list[str], sentences: int, rounds: int) -> list[Row]:
+def measured(
+    device: str, texts: list[str], references: list[str], sentences: int, rounds: int
+) -> list[Row]:
     """Return all rows; small batches translate fewer sentences."""
-    models = {
-        w: load("en-fr", device="cpu", quantize=q) for w, q in (("float32", None), ("int8", "int8"))
-    }
+    place = PLACES[device]
+    models = {w: load("en-fr", device=device, **options) for w, options in place.weights.items()}
     translators: dict[str, Any] = {}
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -218,16 +257,17 @@ def measured(texts: list[str], references: list[str], sentences: int, rounds: in
         else:
             import ctranslate2
 
-            convert(models["float32"], Path(folder))
+            convert(load("en-fr", device="cpu"), Path(folder))
             threads = torch.get_num_threads()
+            workers = threads if device == "cpu" else 1
             for weights in models:
                 translators[weights] = ctranslate2.Translator(
-                    folder, "cpu", compute_type=weights, inter_threads=threads, intra_threads=1
+                    folder, device, compute_type=weights, inter_threads=workers, intra_threads=1
                 )
             torch.set_num_threads(threads)
-        for batch, fewer in ((None, 1), (SLOW_BATCH, 6), (1, 12)):
+        for batch, fewer in place.batches.items():
             step = max(1, round(len(texts) * fewer / sentences))
-            given = (engines(models, translators, batch), str(batch or "own"))
+            given = (engines(place, models, translators, batch), str(batch or "own"))
             rows += compared(*given, texts[::step], references[::step], rounds)
     return rows
 

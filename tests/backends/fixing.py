@@ -18,12 +18,12 @@ class FixingBackend(Backend):
     def fixed_steps(
         self,
         model: Any,
-        inputs: Mapping[str, Any],
+        inputs: Callable[[], Mapping[str, Any]],
         k: int,
         steps: int,
         reference: Callable[[], OrdinarySteps],
     ) -> FixedSteps | None:
-        return begin(model, inputs, k, steps, reference)
+        return begin(model, inputs(), k, steps, reference)
 
 
 FIXING = FixingBackend()

@@ -41,9 +41,9 @@ from tests.models.tiny import EOS, PAD, make, prompts
 FAMILIES = ["llama", "gpt2", "marian", "bart"]
 
 
-def wide(name: str) -> Any:
+def wide(name: str, vocab_size: int = 30) -> Any:
     """A model whose heads have 16 numbers, as compiled attention needs."""
-    ends: dict[str, Any] = {"eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": 30}
+    ends: dict[str, Any] = {"eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": vocab_size}
     both: dict[str, Any] = {
         "d_model": 64,
         "encoder_layers": 1,
@@ -76,7 +76,7 @@ def wide(name: str) -> Any:
         ),
         "marian": lambda: MarianMTModel(
             MarianConfig(
-                decoder_vocab_size=30,
+                decoder_vocab_size=vocab_size,
                 decoder_start_token_id=PAD,
                 activation_function="swish",
                 **both,
@@ -87,7 +87,7 @@ def wide(name: str) -> Any:
         ),
     }[name]()
     if hasattr(model, "final_logits_bias"):
-        model.final_logits_bias += torch.randn(30)
+        model.final_logits_bias += torch.randn(vocab_size)
     torch.set_rng_state(state)
     return model.eval()
 
@@ -160,8 +160,9 @@ def test_a_search_finds_the_same(name: str, k: int, monkeypatch: pytest.MonkeyPa
 
     found, wrapped = run()
     assert wrapped._direct is not None or int(found.lengths.max()) == 1
-    monkeypatch.setattr(TransformersModel, "_begin_directly", lambda *_: None)
-    expected, _ = run()
+    monkeypatch.setattr(TransformersModel, "_runs_directly", lambda _: False)
+    expected, other = run()
+    assert other._direct is None
     assert torch.equal(found.sequences, expected.sequences)
     torch.testing.assert_close(found.log_prob, expected.log_prob, rtol=0, atol=1e-4)
 

@@ -267,7 +267,7 @@ class Backend:
     def fixed_steps(
         self,
         model: Any,
-        inputs: Mapping[str, Any],
+        inputs: Callable[[], Mapping[str, Any]],
         k: int,
         steps: int,
         reference: Callable[[], OrdinarySteps],
@@ -276,7 +276,8 @@ class Backend:
 
         Args:
             model: the transformers model.
-            inputs: see ``FixedSteps``; they are left as they are.
+            inputs: returns what ``FixedSteps`` describes, which is left as it is; the adapter may have
+                to compute it.
             k: K, the rows of each source from here on.
             steps: the most tokens that will be added.
             reference: returns the model's ordinary steps, which start from the same inputs.

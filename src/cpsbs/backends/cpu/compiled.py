@@ -59,6 +59,7 @@ ARGUMENTS: dict[str, list[Any]] = {
     "take_steps": [POINTER],
     "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
+    "normalize_rows": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],
     "stratified_targets": [POINTER, POINTER],
     "draw_stratified": [POINTER, POINTER, POINTER, POINTER],

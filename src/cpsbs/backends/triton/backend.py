@@ -151,7 +151,7 @@ class TritonBackend(Backend):
     def fixed_steps(
         self,
         model: Any,
-        inputs: Mapping[str, Any],
+        inputs: Callable[[], Mapping[str, Any]],
         k: int,
         steps: int,
         reference: Callable[[], OrdinarySteps],
@@ -161,7 +161,7 @@ class TritonBackend(Backend):
             return None
         from cpsbs.backends.triton.fixed_steps import begin
 
-        return begin(model, inputs, k, steps, reference)
+        return begin(model, inputs(), k, steps, reference)
 
     def sources_that_fit(self, model: Any, k: int, prompt: int, steps: int) -> int | None:
         """Return how many sources fit into half of the card, beside the model's weights."""

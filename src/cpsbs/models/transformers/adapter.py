@@ -287,7 +287,8 @@ class TransformersModel:
         if not at_start or self._criteria or steps < 1:
             return False
         with self._evaluating():
-            self._fixed = backend.fixed_steps(self._model, self._kwargs, k, steps, self._ordinary)
+            given = (self._prefilled, k, steps, self._ordinary)
+            self._fixed = backend.fixed_steps(self._model, *given)
         if self._fixed is None:
             return False
         del self._kwargs[CACHE]
@@ -295,6 +296,14 @@ class TransformersModel:
             self._ids = self._ids.repeat_interleave(k, dim=0)
             self._source = self._source.repeat_interleave(k)
         return True
+
+    def _prefilled(self) -> dict[str, Any]:
+        """Return the model's inputs after its own prefill, done now if layers ran directly."""
+        if self._direct is not None:
+            ordinary = self._ordinary()
+            ordinary.prefill()
+            self._kwargs, self._direct = ordinary._kwargs, None
+        return self._kwargs
 
     def step(self, parent: Tensor, token: Tensor) -> Tensor:
         """Return the scores [b·K, V] after one more token, once the rows are fixed.
@@ -340,11 +349,11 @@ class TransformersModel:
             return False
         if self._processors or other._processors or other._criteria or other._fixed is not None:
             return False
-        return self._fixed.admits(other._kwargs)
+        return self._fixed.admits(other._prefilled())
 
     def join(self, places: list[int], other: TransformersModel) -> None:
         """Let the sources of a model that ``admits`` has accepted take these places."""
-        self._fixed_steps("join").join(places, other._kwargs)
+        self._fixed_steps("join").join(places, other._prefilled())
         del other._kwargs[CACHE]
 
     def release(self) -> None:

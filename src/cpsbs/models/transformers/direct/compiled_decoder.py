@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import INTEGER, POINTER, Fields
 from cpsbs.backends.cpu.products import in_one_thread
-from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers, norm_fields
+from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
 from cpsbs.models.transformers.direct.decoder import Decoder, Encoded
 from cpsbs.models.transformers.direct.layers import Embedding, LayerNorm
 from cpsbs.models.transformers.direct.slots import Slots, Table
@@ -56,7 +56,8 @@ class CompiledSteps:
         assert isinstance(embed, Embedding)
         assert head.compiled is not None
         first, last = (
-            None if norm is None else norm_fields(norm) for norm in (embed.norm, decoder.norm)
+            norm.fields if isinstance(norm, LayerNorm) else None
+            for norm in (embed.norm, decoder.norm)
         )
         self._kept = decoder  # whose addresses are held here
         self._layers, self._slots, self._encoded = layers, slots, encoded

@@ -11,16 +11,17 @@ from torch import Tensor
 from cpsbs.backends.cpu.compiled import INTEGER, LANES, POINTER, Fields, address, library
 from cpsbs.backends.cpu.products import in_one_thread
 from cpsbs.models.transformers.direct.attention import Heads
-from cpsbs.models.transformers.direct.layers import Layer, LayerNorm, Memory, Norm, UpAndDown
+from cpsbs.models.transformers.direct.layers import (
+    Layer,
+    LayerNorm,
+    Memory,
+    Norm,
+    NormFields,
+    UpAndDown,
+)
 from cpsbs.models.transformers.direct.products import Product
 from cpsbs.models.transformers.direct.slots import Table
 from cpsbs.scores.memory import scratch_buffer
-
-
-class NormFields(ctypes.Structure):
-    """Mirrors the structure ``norm`` of the C files, field by field."""
-
-    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double))
 
 
 class _Layer(ctypes.Structure):
@@ -172,9 +173,9 @@ def _layer(layer: Layer) -> _Layer:
     feed: Any = layer.feed
     cross = layer.cross
     return _Layer(
-        norm_fields(layer.norm),
-        norm_fields(None if cross is None else cross.norm),
-        norm_fields(layer.feed_norm),
+        _norm(layer.norm),
+        _norm(None if cross is None else cross.norm),
+        _norm(layer.feed_norm),
         _address(layer.query_key_value),
         _address(layer.out),
         None if cross is None else _address(cross.query),
@@ -184,13 +185,11 @@ def _layer(layer: Layer) -> _Layer:
     )
 
 
-def norm_fields(norm: Any) -> NormFields:
-    """Return a ``LayerNorm``, or None, as compiled functions read it."""
-    if norm is None:
-        return NormFields(None, None, 0.0)
-    return NormFields(address(norm.weight), address(norm.bias), norm.eps)
-
-
 def _address(product: Product) -> int:
     assert product.compiled is not None
     return product.compiled.address
+
+
+def _norm(norm: Norm | None) -> NormFields:
+    """Return a norm, or one that is not there, as compiled functions read it."""
+    return norm.fields if isinstance(norm, LayerNorm) else NormFields(None, None, 0.0)

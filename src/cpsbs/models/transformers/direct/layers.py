@@ -6,13 +6,16 @@ transformers by their names.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from cpsbs.backends.cpu.compiled import POINTER, address, library
 from cpsbs.models.transformers.direct.attention import Heads, attend, put
 from cpsbs.models.transformers.direct.products import Product
 from cpsbs.models.transformers.direct.slots import Table
@@ -24,6 +27,12 @@ FeedForward = Callable[[Tensor, Tensor], Tensor]
 """Maps rows [n, d] and a residual [n, d] to the output of the feed-forward block + residual."""
 
 
+class NormFields(ctypes.Structure):
+    """Mirrors the structure ``norm`` of the C files, field by field."""
+
+    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double))
+
+
 @dataclass(frozen=True)
 class LayerNorm:
     """Rows less their means, over their standard deviations, with a weight and a bias."""
@@ -33,10 +42,25 @@ class LayerNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return the normalised rows."""
-        return torch.nn.functional.layer_norm(
-            x, self.weight.shape, self.weight, self.bias, self.eps
-        )
+        """Return the normalised rows.
+
+        The compiled function does it wherever there is one, so that a result does not depend on how
+        many operations are in one compiled call.
+        """
+        compiled = library()
+        if compiled is None:
+            size = self.weight.shape
+            return torch.nn.functional.layer_norm(x, size, self.weight, self.bias, self.eps)
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        fields = ctypes.addressof(self.fields)
+        compiled.normalize_rows(fields, address(x), *x.shape, address(out))
+        return out
+
+    @cached_property
+    def fields(self) -> NormFields:
+        """The norm as compiled functions read it."""
+        return NormFields(address(self.weight), address(self.bias), self.eps)
 
 
 @dataclass(frozen=True)
