@@ -23,14 +23,15 @@ TYPES = {
     " score threshold new_score new_threshold shifted until notes inclusion trace_start"
     " trace_inside trace_share",
     "*i64": "head_index seeds counts index rows found length parent eos new_token new_length tops"
-    " position drawn",
-    "*i32": "slot_of bits chosen keys near places place order",
+    " position drawn near",
+    "*i32": "slot_of bits chosen keys places place order levels sizes ties tied",
     "*i1": "present finished new_present new_finished broken selected",
     "*fp32": "maxima sums",
-    "*fp16": "scores states query new_keys new_values mask bias logits x weight factor",
+    "*fp16": "scores states query new_keys new_values mask bias logits x weight factor"
+    " first second third gate up hidden normed",
     "i32": "k m slots parents tokens chunks blocks table stride each ends pad capacity sources"
     " heads inner dim q_row q_head nk_row nk_head nv_row nv_head m_row m_head m_place b_row b_head"
-    " b_place cos_row kv_heads count",
+    " segments programs most b_place cos_row kv_heads count step c_row inputs outputs share first_end second_end size",
     "fp32": "log_low log_high log_limit scaling eps",
 }
 """The types of arguments by their names, which mean the same in nearly all kernels."""
@@ -40,19 +41,31 @@ SIZES = {"ODDS": True, "LENGTH": 64, "PLACES": 16, "POINTS": 16, "COINS": 128, "
 
 HALF = dict.fromkeys(("out", "keys", "values"), "*fp16")
 ATTENTION = HALF | {"DIM": 64, "PADDED_DIM": 64, "PADDED": 16, "BLOCK": 16}
+TREE = HALF | {"QUERIES": 16, "ROWS": 16, "HALF": 32, "BLOCK": 128, "SPAN": 8, "PARTS": 1}
+TREE |= {"cosines": "*fp16", "sines": "*fp16"}
+PRODUCT = {"out": "*fp16", "ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "STAGES": 5}
 ROWS = {"parents": "*i64", "PADDED": 8}
 PERTURBED = {"keys": "*i64", "num_warps": 8}
+
+RANKING = {"GROUP": 16, "RANKED": 32, "SLICE": 256}
 
 STRATIFIED = {"GROUP": 16, "FULL_SHARE": 0.05, "FORBIDDEN": 1e12, "num_warps": 8}
 
 VARIANTS: dict[str, list[dict[str, Any]]] = {
-    "attention._own": [
+    "attention_programs.own": [
         ATTENTION | {"GROUP": 1, "num_warps": 1},
         ATTENTION | {"GROUP": 4, "bias": None, "num_warps": 2},
     ],
-    "attention._shared": [
+    "attention_programs.shared": [
         ATTENTION | {"GROUP": 1, "QUERIES": 16, "length": "i32", "num_warps": 1},
     ],
+    "tree_attention.attend": [
+        TREE | {"GROUP": 1, "cosines": None, "sines": None},
+        TREE | {"GROUP": 4, "QUERIES": 64, "bias": None, "PARTS": 4},
+    ],
+    "few_rows._parts": [PRODUCT | {"out": "*fp32"}],
+    "few_rows._gated": [PRODUCT | {"COLUMNS": 64, "num_warps": 8}],
+    "few_rows._finish": [{"parts": "*fp32", "PARTS": 4, "BLOCK": 2048}],
     "cache._advance": [ROWS | {"BLOCK": 32}],
     "cache._move": [ROWS | {"BLOCK": 1024, "num_warps": 8}],
     "extending._extend": [{"INCLUSION": True, "PARENTS": 16, "num_warps": 1}],
@@ -79,10 +92,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         STRATIFIED | {"PLACES": 32, "PARENTS": 8, "STRIDE": 32},
         STRATIFIED | {"PLACES": 8, "PARENTS": 64, "LENGTH": 256, "STRIDE": 1024},
     ],
-    "finding._find": [
-        {"KIND": "odds", "HELD": 16384, "MEMBERS": 8192, "num_warps": 16},
-        {"KIND": "log-probability", "HELD": 0, "MEMBERS": 2048, "num_warps": 16},
+    "finding._choose": [
+        {"HELD": 16384, "GROUPS": 512, "num_warps": 16},
+        {"HELD": 32, "GROUPS": 32, "num_warps": 16},
+        {"HELD": 0, "GROUPS": 0, "num_warps": 16},
     ],
+    "finding._collect": [{"GROUP": 16}, {"LENGTH": 4096, "GROUP": 1}],
+    "finding._rank": [RANKING | {"KIND": "odds"}, RANKING | {"KIND": "log-probability"}],
 }
 """What each kernel is compiled with, on top of the above or instead of it."""
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpsbs.backends.triton import fusing
-from tests.backends.interpreted import Interpreter
+from cpsbs.backends.triton.kernels import few_rows
+from tests.backends.interpreted import Interpreter, let_the_interpreter_multiply_bfloat16
 from tests.backends.test_fixed_steps import Pair, build, held_by
 from tests.backends.test_workspace import Notes
 
@@ -30,6 +34,79 @@ def check_wrong_layers() -> None:
     pair = Pair(model)
     assert pair.fix(4)
     pair.agree(2, atol=1e-4)
+
+
+def few(device: str, dtype: torch.dtype) -> Any:
+    """A model whose layers are six launches, for few rows."""
+    config = LlamaConfig(
+        vocab_size=30, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
+        eos_token_id=1, pad_token_id=0, bos_token_id=2, initializer_range=0.1,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).to(device=device, dtype=dtype).eval()
+
+
+def check_few_rows(device: str = "cpu") -> None:
+    """They agree with the ordinary layers to rounding, step after step, and see new weights."""
+    let_the_interpreter_multiply_bfloat16()
+    torch.manual_seed(0)
+    for dtype, error in ((torch.float16, 0.02), (torch.bfloat16, 0.15)):
+        model = few(device, dtype)
+        counted = []
+        right = few_rows.add_and_normalize
+
+        def counting(*given: Any, counted: Any = counted, right: Any = right) -> Any:
+            counted.append(1)
+            return right(*given)
+
+        with patch.object(few_rows, "add_and_normalize", counting), torch.no_grad():
+            pair = Pair(model, k=3)
+            assert pair.fix(8)
+            assert held_by(pair)._fuses
+            pair.agree(3, atol=error)
+            assert len(counted) % 6 == 0  # twice a layer
+            assert counted
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.5)
+            model.model.norm.weight.mul_(1.2)
+            pair.agree(3, atol=error)
+
+
+def check_products() -> None:
+    """Of one, two and three matrices, against sums in float64."""
+    random = torch.Generator().manual_seed(0)
+    for rows in (1, 20, 80):
+        x = torch.randn((rows, 256), generator=random).half()
+        weights = [torch.randn((n, 256), generator=random).half() / 16 for n in (128, 64, 64)]
+        for some in (weights, weights[:2], weights[:1]):
+            exact = x.double() @ torch.cat(some).double().T
+            parts = few_rows.products_in_parts(x, *some)
+            assert len(parts) > 1
+            torch.testing.assert_close(parts.double().sum(0), exact, rtol=0, atol=1e-5)
+        gate, up = (x.double() @ w.double().T for w in weights[1:])
+        found = few_rows.gated_product(x, *weights[1:])
+        exact = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(found.double(), exact, rtol=2e-3, atol=2e-3)
+        parts = few_rows.products_in_parts(x, weights[0])
+        before = torch.randn((rows, 128), generator=random).half()
+        hidden, weight = before.clone(), torch.rand(128, generator=random).half()
+        normed = few_rows.add_and_normalize(parts, hidden, weight, 1e-5)
+        exact = before.double() + parts.double().sum(0)
+        torch.testing.assert_close(hidden.double(), exact, rtol=2e-3, atol=2e-3)
+        exact = torch.nn.functional.rms_norm(hidden.double(), (128,), weight.double(), 1e-5)
+        torch.testing.assert_close(normed.double(), exact, rtol=2e-3, atol=2e-3)
+    assert not few_rows.suits(129, 256, 128)
+    assert not few_rows.suits(80, 250, 128)
+    assert not few_rows.suits(80, 256, 100)
+
+
+@pytest.mark.parametrize("check", [check_products, check_few_rows])
+def test_few_rows_in_the_interpreter(check: Callable[[], None], interpreter: Interpreter) -> None:
+    interpreter.run(check)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_few_rows_on_a_gpu() -> None:
+    check_few_rows("cuda")
 
 
 def test_layers_are_compared(interpreter: Interpreter) -> None:

@@ -276,8 +276,8 @@ class Backend:
 
         Args:
             model: the transformers model.
-            inputs: returns what ``FixedSteps`` describes, which is left as it is; the adapter may have
-                to compute it.
+            inputs: returns what ``FixedSteps`` describes, which may take a prefill. It is left as
+                it is.
             k: K, the rows of each source from here on.
             steps: the most tokens that will be added.
             reference: returns the model's ordinary steps, which start from the same inputs.

@@ -3,8 +3,9 @@
 In a decoding step most of the time goes into launches and small operators between the matrix
 products. For the classes in ``LAYERS``, a layer's ``forward`` is replaced while a step is recorded:
 norms, rotary embeddings and gates are one kernel each (``kernels.layers``), sums are done by the
-matrix products themselves, and products that do not depend on each other run side by side. Weights
-are read where they are, so that training in place is seen.
+matrix products themselves, and products that do not depend on each other run side by side. For few
+rows a layer is six launches (``_of_few_rows``). Weights are read where they are, so that training
+in place is seen.
 
 The first steps are compared with the model's ordinary ones (``fixed_steps``). Where they differ,
 the layers compute as transformers has them, and so do layers that somebody has changed by hooks or
@@ -25,22 +26,67 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from cpsbs.backends.triton import kernels
 from cpsbs.backends.triton.attention import DTYPES
+from cpsbs.backends.triton.layers import TableLayer
 
 LAYERS = {"LlamaDecoderLayer": ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")}
 """The classes of layers that are known, by name, with the modules that they must consist of."""
 
 
+class Normed:
+    """Norms of hidden states that were computed together with these, one launch before they are
+    asked for: by the layer before, which adds up its output anyway.
+    """
+
+    def __init__(self) -> None:
+        self._held: tuple[Any, Tensor, Tensor] | None = None
+
+    def keep(self, norm: Any, hidden: Tensor, normed: Tensor) -> None:
+        """Keep what this norm makes of the hidden states [rows, dim]."""
+        self._held = norm, hidden, normed
+
+    def take(self, norm: Any, hidden: Tensor) -> Tensor:
+        """Return what this norm makes of the hidden states [rows, dim]."""
+        held, self._held = self._held, None
+        if held is not None and held[0] is norm and held[1].data_ptr() == hidden.data_ptr():
+            return held[2]
+        return _normed(hidden, norm)
+
+
 @contextlib.contextmanager
 def fused_layers(model: Any) -> Iterator[bool]:
     """Replace the layers of a model that are known; yields whether there are any."""
-    replaced = [layer for layer in model.modules() if _is_known(layer)]
+    modules = list(model.modules())
+    layers = [layer for layer in modules if _is_known(layer)]
+    # What normalises the output of each layer: the norm of the next one, or that of the model.
+    last = _norm_after(modules, layers[-1]) if layers else None
+    after = [layer.input_layernorm for layer in layers[1:]] + [last]
+    normed, replaced = Normed(), list(layers)
     try:
-        for layer in replaced:
-            layer.forward = functools.partial(_forward, layer, layer.forward)
-        yield bool(replaced)
+        for layer, norm in zip(layers, after, strict=True):
+            layer.forward = functools.partial(_forward, layer, layer.forward, normed, norm)
+        if last is not None:
+            last.forward = functools.partial(_final, last, last.forward, normed)
+            replaced.append(last)
+        yield bool(layers)
     finally:
         for layer in replaced:
             del layer.forward
+
+
+def _norm_after(modules: list[Any], layer: Any) -> Any | None:
+    """Return the norm that a model applies to the output of its last layer, if it is known."""
+    of_layer = {id(module) for module in layer.modules()}
+    kind, rest = type(layer.input_layernorm), modules[modules.index(layer) :]
+    found = [x for x in rest if id(x) not in of_layer and type(x) is kind and not _is_changed(x)]
+    return found[0] if len(found) == 1 else None
+
+
+def _final(norm: Any, original: Callable[..., Any], normed: Normed, hidden_states: Tensor) -> Any:
+    """Compute the norm of the output of the last layer, for one token of each row."""
+    rows, queries, dim = hidden_states.shape
+    if queries != 1 or hidden_states.dtype not in DTYPES or not hidden_states.is_contiguous():
+        return original(hidden_states)
+    return normed.take(norm, hidden_states.view(rows, dim)).view_as(hidden_states)
 
 
 def can_fuse(model: Any) -> bool:
@@ -84,8 +130,24 @@ def _is_changed(module: Any) -> bool:
     return bool(hooks) or "forward" in module.__dict__
 
 
-def _forward(layer: Any, original: Callable[..., Any], hidden_states: Tensor, **kwargs: Any) -> Any:
-    """Compute a layer for one token of each row; ``hidden_states`` is overwritten and returned."""
+def _forward(
+    layer: Any,
+    original: Callable[..., Any],
+    prepared: Normed,
+    after: Any | None,
+    hidden_states: Tensor,
+    **kwargs: Any,
+) -> Any:
+    """Compute a layer for one token of each row; ``hidden_states`` is overwritten and returned.
+
+    Args:
+        layer: the layer.
+        original: its own forward pass.
+        prepared: holds the norm of the hidden states, if the layer before has computed it.
+        after: what normalises the output.
+        hidden_states: [rows, 1, dim]
+        kwargs: what else the model passes to a layer.
+    """
     rows, queries, dim = hidden_states.shape
     cos: Any
     sin: Any
@@ -95,11 +157,13 @@ def _forward(layer: Any, original: Callable[..., Any], hidden_states: Tensor, **
     possible = known and queries == 1 and cache is not None and hidden_states.is_contiguous()
     if not possible or hidden_states.dtype != layer.mlp.up_proj.weight.dtype:
         return original(hidden_states, **kwargs)
-    hidden = hidden_states.view(rows, dim)
-    attended = _attended(
-        layer.self_attn, _normed(hidden, layer.input_layernorm), cache, cos, sin,
-        kwargs.get("attention_mask"),
-    )  # fmt: skip
+    hidden, mask = hidden_states.view(rows, dim), kwargs.get("attention_mask")
+    normed = prepared.take(layer.input_layernorm, hidden)
+    if after is not None and _of_few_rows(
+        layer, hidden, normed, cache, (cos[:, 0], sin[:, 0]), mask, after, prepared
+    ):
+        return hidden_states
+    attended = _attended(layer.self_attn, normed, cache, cos, sin, mask)
     hidden.addmm_(attended, layer.self_attn.o_proj.weight.t())
     x, mlp = _normed(hidden, layer.post_attention_layernorm), layer.mlp
     gate, up = _side_by_side(x, mlp.gate_proj, mlp.up_proj)
@@ -108,6 +172,50 @@ def _forward(layer: Any, original: Callable[..., Any], hidden_states: Tensor, **
     silu_times(gate, up)
     hidden.addmm_(gate, mlp.down_proj.weight.t())
     return hidden_states
+
+
+def _of_few_rows(
+    layer: Any,
+    hidden: Tensor,
+    normed: Tensor,
+    cache: Any,
+    angles: tuple[Tensor, Tensor],
+    mask: Tensor | None,
+    after: Any,
+    prepared: Normed,
+) -> bool:
+    """Compute a layer in six launches, with products that leave their parts to what reads them.
+
+    Returns whether that was possible; nothing has changed if it was not.
+    """
+    from cpsbs.backends.triton.kernels import few_rows
+
+    attention, mlp = layer.self_attn, layer.mlp
+    weights = [getattr(attention, f"{name}_proj").weight for name in "qkvo"]
+    *attending, out = weights
+    gate, up, down = (getattr(mlp, f"{name}_proj").weight for name in ("gate", "up", "down"))
+    every = (tuple(attending), (out,), (gate,), (down,))
+    contiguous = all(w.is_contiguous() for w in (*weights, gate, up, down, normed))
+    slots = getattr(cache, "layers", [])
+    held = slots[attention.layer_idx] if len(slots) > attention.layer_idx else None
+    possible = contiguous and hidden.dtype.itemsize == 2 and isinstance(held, TableLayer)
+    if not possible or not all(
+        few_rows.suits(len(hidden), group[0].shape[1], *(w.shape[0] for w in group))
+        for group in every
+    ):
+        return False
+    assert isinstance(held, TableLayer)
+    parts = few_rows.products_in_parts(normed, *attending)
+    attended = held.attend_to_parts(parts, angles, mask, attention.scaling)
+    if attended is None:
+        return False
+    parts = few_rows.products_in_parts(attended.view(len(hidden), -1), out)
+    norm = layer.post_attention_layernorm
+    normed = few_rows.add_and_normalize(parts, hidden, norm.weight, norm.variance_epsilon)
+    parts = few_rows.products_in_parts(few_rows.gated_product(normed, gate, up), down)
+    normed = few_rows.add_and_normalize(parts, hidden, after.weight, after.variance_epsilon)
+    prepared.keep(after, hidden, normed)
+    return True
 
 
 def _normed(x: Tensor, norm: Any) -> Tensor:

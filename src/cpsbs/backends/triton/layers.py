@@ -142,6 +142,37 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
             query, new, cache, self._place, clock.position, mask, bias, scaling, clock.window
         )
 
+    def attend_to_parts(
+        self, parts: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, scaling: float
+    ) -> Tensor | None:
+        """Do what ``update`` and ``attend`` do, for queries, keys and values in one tensor.
+
+        Args:
+            parts: [n, rows, (heads + 2 kv heads) · dim] numbers that are sums over n parts.
+            angles: cosines and sines [rows or 1, dim] of a rotation of queries and new keys.
+            mask: what is added to the scores.
+            scaling: the factor of the products.
+
+        Returns:
+            The output [rows, 1, heads, dim], or None if there is no kernel for it.
+        """
+        from cpsbs.backends.triton.kernels.attention import attend_in_tree, suits_tree
+
+        cache, clock = self._cache, self._clock
+        rows, shared, _, dim = cache[0].shape
+        heads = parts.shape[-1] // dim - 2 * shared
+        window = (1, clock.window)
+        fits = mask is None or (mask.shape[0] in (1, rows) and mask.shape[2:] == window)
+        if not fits or not suits_tree(self._place.shape[1], heads // shared, dim):
+            return None
+        self._given, self._read = self._given + 1, self._read + 1
+        every = parts[0].view(rows, -1, 1, dim)
+        query, key, value = torch.split(every, [heads, shared, shared], dim=1)
+        return attend_in_tree(
+            *(query, (key, value), cache, self._place, clock.position),
+            *(mask, None, scaling, parts, angles),
+        )
+
     def was_read(self) -> bool:
         """Return whether all that the model was given in this step was read by the table, once."""
         return self._given == self._read <= 1

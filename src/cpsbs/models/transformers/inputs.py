@@ -59,7 +59,7 @@ def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
     """Return what transformers passes to a decoding method, as arguments of ``from_generate``.
 
     Settings of the checkpoint that change the distribution are reset, unless the inputs name them;
-    those that cannot be reset are refused. On a CPU an encoder may be run later (``states_later``).
+    those that cannot be reset are refused. An encoder may be run later (``states_later``).
     """
     refuse_empty(inputs.get("input_ids"))
     own = inherited(model, model.generation_config)
@@ -113,19 +113,18 @@ def _blank_states(model: Any, inputs: dict[str, Any]) -> Any:
     from transformers.modeling_outputs import BaseModelOutput
 
     size = (*inputs["input_ids"].shape, model.config.hidden_size)
-    blank: Any = torch.zeros((), dtype=torch.float32, device="cpu").expand(size)
+    blank: Any = torch.zeros((), dtype=model.dtype, device=inputs["input_ids"].device).expand(size)
     return BaseModelOutput(blank)
 
 
 def states_later(model: Any, inputs: dict[str, Any]) -> Callable[[], Tensor] | None:
-    """Return a function that computes the encoder's states, if it can be run directly on a CPU.
+    """Return a function that computes the encoder's states, if that needs nothing of ``generate``.
 
-    It is called when the search starts, in the thread that searches, so that several batches are
-    encoded at once.
+    It is called when the search starts. On a CPU that is in the thread that searches, so that
+    several batches are encoded at once.
     """
     tokens = inputs.get("input_ids")
-    on_cpu = isinstance(tokens, Tensor) and tokens.device.type == "cpu"
-    if not on_cpu or not model.config.is_encoder_decoder or model.training:
+    if not isinstance(tokens, Tensor) or not model.config.is_encoder_decoder or model.training:
         return None
     from cpsbs.models.transformers.direct.encoding import encodes
 
@@ -133,14 +132,14 @@ def states_later(model: Any, inputs: dict[str, Any]) -> Callable[[], Tensor] | N
 
 
 def _states(model: Any, inputs: dict[str, Any]) -> Tensor:
-    """Return the encoder's states, from the encoder of transformers where it must be."""
+    """Return the encoder's states: on a CPU from its layers, elsewhere from its forward pass."""
     from cpsbs.models.transformers.direct.encoding import encoded
 
     tokens, mask = inputs["input_ids"], inputs["attention_mask"]
-    states = encoded(model, tokens, mask)
+    states = encoded(model, tokens, mask) if tokens.device.type == "cpu" else None
     if states is not None:
         return states
-    with evaluating(model):
+    with evaluating(model), torch.no_grad():
         found: Tensor = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state
     return found
 

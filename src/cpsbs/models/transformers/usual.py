@@ -53,7 +53,8 @@ def usual_inputs(model: Any, inputs: dict[str, Any], states: Any) -> dict[str, A
     noted = _NOTED.get(model)
     if noted is None or noted.settings != _settings(model):
         return None
-    start = torch.full((len(inputs["input_ids"]), 1), noted.start, device="cpu")
+    tokens = inputs["input_ids"]
+    start = torch.full((len(tokens), 1), noted.start, device=tokens.device)
     kwargs = {
         **noted.kept["kwargs"],
         "attention_mask": inputs["attention_mask"],

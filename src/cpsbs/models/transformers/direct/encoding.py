@@ -26,9 +26,9 @@ KNOWN_INPUTS = frozenset({"input_ids", "attention_mask"})
 
 
 def encodes(model: Any, inputs: Mapping[str, Any]) -> bool:
-    """Return whether the encoder of a model may be run directly on inputs of ``generate``.
+    """Return whether an encoder depends on nothing but the tokens and the mask among the inputs.
 
-    Only the weights and modules themselves can still speak against it.
+    Then it may be run by itself, apart from ``generate``. Nothing is read from the device.
     """
     given = {name for name, value in inputs.items() if value is not None}
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
@@ -36,9 +36,7 @@ def encodes(model: Any, inputs: Mapping[str, Any]) -> bool:
         return False
     if tokens.shape != mask.shape or mask.ndim != 2:
         return False
-    if any(not _is_setting(model, name) for name in given - KNOWN_INPUTS):
-        return False
-    return bool(mask.bool().any(-1).all())
+    return all(_is_setting(model, name) for name in given - KNOWN_INPUTS)
 
 
 @torch.no_grad()
@@ -53,6 +51,8 @@ def encoded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor | None:
         mask: [S, T] which of the tokens are no padding.
     """
     mask = mask.bool()
+    if not bool(mask.any(-1).all()):  # a source without tokens
+        return None
     with PREPARING:
         known = prepared(model)
         encoder = known.encoder

@@ -1,0 +1,169 @@
+"""Attention to the past of all rows of a source together, which are the leaves of one tree.
+
+Near the root the rows have their past in common: it is read once. Behind the last position that all
+share, the keys of every row of the source are multiplied with the queries of all, and the table
+says which of the products count: hypotheses mostly differ in their last few tokens alone, so that
+these are few, and one reading of many keys takes no longer than one of a single row's.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weights
+
+BLOCK = 128
+"""Keys that a program multiplies at a time."""
+
+WARPS = 4
+
+MOST_ROWS, MOST_QUERIES = 32, 64
+"""The most rows of a source, and queries that share keys, that a program handles together."""
+
+SCANNED: tl.constexpr = tl.constexpr(64)
+"""Positions that are compared at a time to find out how much all rows share."""
+
+
+@triton.jit
+def _added_up(parts, at, shown, step, PARTS: tl.constexpr):
+    """Return the sum of numbers that lie in parts ``step`` apart."""
+    total = tl.load(parts + at, mask=shown, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * step + at, mask=shown, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit
+def _turned(one, two, cosines, sines, at, HALF: tl.constexpr):
+    """Return the halves of vectors after a rotation by the angles at these places."""
+    c, s = tl.load(cosines + at).to(tl.float32), tl.load(sines + at).to(tl.float32)
+    d, r = tl.load(cosines + at + HALF).to(tl.float32), tl.load(sines + at + HALF).to(tl.float32)
+    return one * c - two * s, two * d + one * r
+
+
+@triton.jit
+def _score(q, p, keys, at, shown, scaling, HALF: tl.constexpr):
+    """Return the products of queries, in two halves, with the keys at these places."""
+    key = tl.load(keys + at, mask=shown, other=0.0)
+    other = tl.load(keys + at + HALF, mask=shown, other=0.0)
+    score = tl.dot(q, tl.trans(key), input_precision="ieee")
+    return tl.dot(p, tl.trans(other), score, input_precision="ieee") * scaling
+
+
+@triton.jit
+def attend(
+    out, query, q_row, q_head,
+    new_keys, nk_row, nk_head, new_values, nv_row, nv_head, step,
+    cosines, sines, c_row,
+    keys, values, place, position,
+    mask, m_row, m_head, m_place, bias, b_row, b_head, b_place,
+    k, capacity, scaling,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Program (source, kv head): attend from all K · GROUP queries, and write the new keys.
+
+    Queries, new keys and new values are sums of PARTS numbers, ``step`` apart. They are rotated if
+    there are cosines. SPAN = BLOCK / ROWS positions of all rows are read at a time.
+    """
+    source = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1).to(tl.int64)
+    kv_heads = tl.num_programs(1)
+    length = tl.load(position + source).to(tl.int32)
+    n = tl.arange(0, QUERIES)
+    queried, member, head = n < k * GROUP, n // GROUP, kv_head * GROUP + n % GROUP
+    row = source * k + member
+    half = tl.arange(0, HALF)[None, :]
+    shown = queried[:, None]
+
+    # How many positions all rows share, from the first one on.
+    every, shared = tl.arange(0, ROWS), length
+    table = place + source * k * capacity
+    for start in range(0, length, SCANNED):
+        t = start + tl.arange(0, SCANNED)
+        first = tl.load(table + t, mask=t < length, other=0)[None, :]
+        compared = (every < k)[:, None] & (t < length)[None, :]
+        other = tl.load(table + every[:, None] * capacity + t[None, :], mask=compared, other=0)
+        differs = tl.max((compared & (other != first)).to(tl.int32), axis=0)
+        shared = tl.minimum(shared, tl.min(tl.where(differs > 0, t, length), axis=0))
+
+    at = (row * q_row + head * q_head)[:, None] + half
+    q = _added_up(query, at, shown, step, PARTS)
+    p = _added_up(query, at + HALF, shown, step, PARTS)
+    at = (row * nk_row + kv_head * nk_head)[:, None] + half
+    k_one = _added_up(new_keys, at, shown, step, PARTS)
+    k_two = _added_up(new_keys, at + HALF, shown, step, PARTS)
+    at = (row * nv_row + kv_head * nv_head)[:, None] + half
+    kind = keys.dtype.element_ty
+    v_one = _added_up(new_values, at, shown, step, PARTS).to(kind)
+    v_two = _added_up(new_values, at + HALF, shown, step, PARTS).to(kind)
+    if cosines is not None:
+        at = tl.where(queried, row, 0)[:, None] * c_row + half
+        q, p = _turned(q, p, cosines, sines, at, HALF)
+        k_one, k_two = _turned(k_one, k_two, cosines, sines, at, HALF)
+    q, p, k_one, k_two = q.to(kind), p.to(kind), k_one.to(kind), k_two.to(kind)
+    score_new = tl.sum(q.to(tl.float32) * k_one.to(tl.float32), 1)
+    score_new = (score_new + tl.sum(p.to(tl.float32) * k_two.to(tl.float32), 1)) * scaling
+    m_at, b_at = row * m_row + head * m_head, row * b_row + head * b_head
+    score_new = plus(score_new, mask, m_at + length * m_place, queried)
+    score_new = plus(score_new, bias, b_at + length * b_place, queried)
+    m_at, b_at = m_at[:, None], b_at[:, None]
+
+    # The maximum starts above −∞, so that rows that see nothing do not compute ∞ − ∞.
+    top, total = tl.full([QUERIES], -3.4e38, tl.float32), tl.zeros([QUERIES], tl.float32)
+    mean = tl.zeros([QUERIES, HALF], tl.float32)
+    rest = tl.zeros([QUERIES, HALF], tl.float32)
+    for start in range(0, shared, BLOCK):
+        t = start + tl.arange(0, BLOCK)
+        held = t < shared
+        holder = tl.load(table + t, mask=held, other=0)
+        spot = (((source * k + holder) * kv_heads + kv_head) * capacity + t)[:, None] * (2 * HALF)
+        spot += half
+        # All loads are issued before the first result is waited for.
+        value = tl.load(values + spot, mask=held[:, None], other=0.0)
+        other = tl.load(values + spot + HALF, mask=held[:, None], other=0.0)
+        score = _score(q, p, keys, spot, held[:, None], scaling, HALF)
+        asked = shown & held[None, :]
+        score = tl.where(asked, score, float("-inf"))
+        score = plus(score, mask, m_at + t[None, :] * m_place, asked)
+        score = plus(score, bias, b_at + t[None, :] * b_place, asked)
+        top, total, weight, fade = weights(score, top, total)
+        mean, rest = blend(weight, fade, value, mean), blend(weight, fade, other, rest)
+
+    slot = tl.arange(0, BLOCK)
+    holder, within = slot // SPAN, slot % SPAN
+    for start in range(shared, length, SPAN):
+        t = start + within
+        held = (holder < k) & (t < length)
+        spot = (((source * k + holder) * kv_heads + kv_head) * capacity + t)[:, None] * (2 * HALF)
+        spot += half
+        value = tl.load(values + spot, mask=held[:, None], other=0.0)
+        other = tl.load(values + spot + HALF, mask=held[:, None], other=0.0)
+        score = _score(q, p, keys, spot, held[:, None], scaling, HALF)
+        near = start + tl.arange(0, SPAN)
+        there = shown & (near < length)[None, :]
+        own = tl.load(table + member[:, None] * capacity + near[None, :], mask=there, other=-1)
+        own = own[:, None, :] == every[None, :, None]
+        asked = tl.reshape(own, (QUERIES, BLOCK)) & held[None, :] & shown
+        score = tl.where(asked, score, float("-inf"))
+        score = plus(score, mask, m_at + t[None, :] * m_place, asked)
+        score = plus(score, bias, b_at + t[None, :] * b_place, asked)
+        top, total, weight, fade = weights(score, top, total)
+        mean, rest = blend(weight, fade, value, mean), blend(weight, fade, other, rest)
+
+    higher = tl.maximum(top, score_new)
+    weight, fade = tl.exp(score_new - higher), tl.exp(top - higher)
+    # A row that sees nothing has the sum 0.
+    total = tl.maximum(total * fade + weight, 1e-30)
+    mean = (mean * fade[:, None] + weight[:, None] * v_one.to(tl.float32)) / total[:, None]
+    rest = (rest * fade[:, None] + weight[:, None] * v_two.to(tl.float32)) / total[:, None]
+    at = ((row * kv_heads * GROUP + head) * (2 * HALF))[:, None] + half
+    tl.store(out + at, mean, mask=shown)
+    tl.store(out + at + HALF, rest, mask=shown)
+    own = (((row * kv_heads + kv_head) * capacity + length) * (2 * HALF))[:, None] + half
+    once = shown & (n % GROUP == 0)[:, None]
+    tl.store(keys + own, k_one, mask=once)
+    tl.store(keys + own + HALF, k_two, mask=once)
+    tl.store(values + own, v_one, mask=once)
+    tl.store(values + own + HALF, v_two, mask=once)
