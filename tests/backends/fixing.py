@@ -1,11 +1,16 @@
-"""A backend whose steps have a fixed shape on a CPU too, where the tests can compare them."""
+"""A backend that does on a CPU what others do on a GPU, where the tests can compare: its steps have
+a fixed shape, and what is computed ahead is computed in another thread.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from cpsbs.backends.base import Backend, FixedSteps, OrdinarySteps
 from cpsbs.backends.cpu import backend
@@ -25,7 +30,15 @@ class FixingBackend(Backend):
     ) -> FixedSteps | None:
         return begin(model, inputs(), k, steps, reference)
 
+    def compute_ahead(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        def run() -> Tensor:
+            with torch.no_grad():
+                return compute()
 
+        return ASIDE.submit(run).result
+
+
+ASIDE = ThreadPoolExecutor(1)
 FIXING = FixingBackend()
 
 

@@ -43,7 +43,8 @@ def few(device: str, dtype: torch.dtype) -> Any:
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
         eos_token_id=1, pad_token_id=0, bos_token_id=2, initializer_range=0.1,
     )  # fmt: skip
-    return LlamaForCausalLM(config).to(device=device, dtype=dtype).eval()
+    model: Any = LlamaForCausalLM(config)
+    return model.to(device=device, dtype=dtype).eval()
 
 
 def check_few_rows(device: str = "cpu") -> None:
@@ -52,7 +53,7 @@ def check_few_rows(device: str = "cpu") -> None:
     torch.manual_seed(0)
     for dtype, error in ((torch.float16, 0.02), (torch.bfloat16, 0.15)):
         model = few(device, dtype)
-        counted = []
+        counted: list[int] = []
         right = few_rows.add_and_normalize
 
         def counting(*given: Any, counted: Any = counted, right: Any = right) -> Any:

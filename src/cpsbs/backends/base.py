@@ -295,6 +295,15 @@ class Backend:
         """
         return None
 
+    def compute_ahead(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Begin to compute something, and return a function that returns it, or raises its error.
+
+        A backend may do so in another thread, while this one keeps the device busy. This one
+        computes it now.
+        """
+        found = compute()
+        return lambda: found
+
     def release(self) -> int:
         """Free the memory that is kept for later searches; return how many bytes that were."""
         return 0

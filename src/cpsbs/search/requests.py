@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from cpsbs.backends import Backend
-from cpsbs.models.base import SequenceModel, check_scores
+from cpsbs.models.base import ConcurrentModel, SequenceModel, check_scores
 from cpsbs.randomness import Streams
 from cpsbs.search.beams import Beams, Found, collected
 from cpsbs.search.path import Step
@@ -32,12 +33,25 @@ class Request:
     """The sources that have ended."""
     path: list[Step] = field(default_factory=list)
     _first_scores: Tensor | None = None
+    _begun: Callable[[], Tensor] | None = None
+    """Returns the scores of the first token, once they are being computed ahead."""
 
     def prefill(self) -> None:
         """Start the model, unless it has started, and keep its scores of the first token."""
         if self._first_scores is None:
-            scores = self.model.start()
-            self._first_scores = check_scores(scores, self.model.sources, self.model, "start")
+            begun, self._begun = self._begun, None
+            self._first_scores = self._start() if begun is None else begun()
+
+    def prefill_ahead(self) -> None:
+        """Begin with ``prefill``, in another thread if the backend has one and the model allows."""
+        shared = isinstance(self.model, ConcurrentModel) and self.model.concurrent
+        if not shared:
+            self.prefill()
+        elif self._first_scores is None and self._begun is None:
+            self._begun = self.backend.compute_ahead(self._start)
+
+    def _start(self) -> Tensor:
+        return check_scores(self.model.start(), self.model.sources, self.model, "start")
 
     def take_first_scores(self) -> Tensor:
         """Return the scores [sources, V] of the first token, and drop them here to free memory."""
@@ -48,6 +62,10 @@ class Request:
 
     def forget(self) -> None:
         """Forget what was found so far, to search the sources again from the beginning."""
+        if self._begun is not None:
+            with suppress(Exception):  # it will be raised again, if it is no matter of memory
+                self._begun()
+            self._begun = None
         self.found.clear()
         self.path.clear()
         self._first_scores = None
@@ -77,19 +95,30 @@ class RequestQueue:
     def peek(self) -> Request | None:
         """Return the next request without beginning it, or None if there is none.
 
-        If others have begun, its model is started here, while the device is busy with them. If
-        that fails, the error is raised only when those that have begun are done.
+        If others have begun, its model is started, while the device is busy with them. If that
+        fails, the error is raised only when those that have begun are done.
         """
         if self._waiting is None and self._error is None:
             try:
                 self._waiting = self._ahead()
                 if self._begun and self._waiting is not None:
-                    self._waiting.prefill()
+                    self._waiting.prefill_ahead()
             except Exception as error:
                 self._waiting, self._error = None, error
         if self._error is not None and self._waiting is None and not self._begun:
             raise self._error
         return self._waiting
+
+    def started(self) -> Request | None:
+        """Return what ``peek`` returns, once its model has started."""
+        request = self.peek()
+        if request is not None:
+            try:
+                request.prefill()
+            except Exception as error:
+                self._waiting, self._error = None, error
+                return self.peek()
+        return request
 
     def begin(self) -> Request:
         """Return the next request, which counts as begun from now on."""

@@ -114,11 +114,10 @@ class Scheduler:
             parent = self._step()
             at_limit = self._steps - oldest == self._settings.max_length
             if at_limit or self._steps % SYNC_EVERY == 0:
-                # The host prefills the next request while the device is busy. Where a path is kept
-                # no request may join, because a path belongs to one request.
-                waiting = None if self._settings.path else queue.peek()
+                # The next request is prefilled while the device is busy.
+                queue.peek()
                 ended = self._synchronise()
-                action = self._next_action(ended, waiting, at_limit)
+                action = self._next_action(ended, queue, at_limit)
                 if action is not Action.CONTINUE:
                     self._collect(ended)
                     yield
@@ -172,10 +171,10 @@ class Scheduler:
             and (not goes_on[i] or self._age(i) == self._settings.max_length)
         ]
 
-    def _next_action(self, ended: list[int], waiting: Request | None, at_limit: bool) -> Action:
-        """Return what to do, given the places that have ended and the next request, if any."""
+    def _next_action(self, ended: list[int], queue: RequestQueue, at_limit: bool) -> Action:
+        """Return what to do, given the places that have ended."""
         running = sum(place.request is not None for place in self._places) - len(ended)
-        if waiting is not None and self._fits(waiting, len(self._places) - running):
+        if self._next_fits(queue, len(self._places) - running):
             return Action.REFILL
         if running == 0:
             return Action.FINISH
@@ -214,15 +213,23 @@ class Scheduler:
     def _refill(self, queue: RequestQueue, parent: Tensor) -> Tensor:
         """Let requests take idle places as long as they fit; return the parents [b, K]."""
         idle = [i for i, place in enumerate(self._places) if place.request is None]
-        waiting = queue.peek()
-        while waiting is not None and self._fits(waiting, len(idle)):
-            count = waiting.model.sources
-            parent = self._admit(queue.begin(), idle[:count], parent)
-            idle, waiting = idle[count:], queue.peek()
+        while self._next_fits(queue, len(idle)):
+            request = queue.begin()
+            count = request.model.sources
+            parent, idle = self._admit(request, idle[:count], parent), idle[count:]
         return parent
 
-    def _fits(self, request: Request, idle: int) -> bool:
-        return request.model.sources <= idle and self._rows.admits(request.model)
+    def _next_fits(self, queue: RequestQueue, idle: int) -> bool:
+        """Return whether the sources of the next request can take so many idle places.
+
+        Its prefill is waited for only where there is room. Where a path is kept no request may
+        join, because a path belongs to one request.
+        """
+        waiting = None if self._settings.path else queue.peek()
+        if waiting is None or waiting.model.sources > idle:
+            return False
+        waiting = queue.started()
+        return waiting is not None and self._rows.admits(waiting.model)
 
     def _admit(self, request: Request, places: list[int], parent: Tensor) -> Tensor:
         """Put the sources of a request, after their first step, into these places."""

@@ -10,8 +10,10 @@ buffers. A replay allocates nothing and does not synchronise.
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,6 +171,22 @@ class TritonBackend(Backend):
             return None
         return sources_that_fit(model, k, prompt, steps)
 
+    def compute_ahead(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:
+        """Compute in another thread, on the stream of this one, unless autocast is on here.
+
+        A prefill is hundreds of launches, as many as dozens of recorded steps. From two threads,
+        launches of both take turns, and as they share a stream no memory is used too early.
+        """
+        if not torch.cuda.is_available() or torch.is_autocast_enabled("cuda"):
+            return super().compute_ahead(compute)
+        stream = torch.cuda.current_stream()
+
+        def run() -> Tensor:
+            with torch.cuda.stream(stream), torch.no_grad():
+                return compute()
+
+        return _aside().submit(run).result
+
     def release(self) -> int:
         """Free the buffers that no search is using."""
         return kept.release()
@@ -199,6 +217,12 @@ class TritonBackend(Backend):
                 )
                 memo[full_key] = None
         return memo[full_key]
+
+
+@functools.cache
+def _aside() -> ThreadPoolExecutor:
+    """Return the thread in which prefills are launched ahead."""
+    return ThreadPoolExecutor(1, "cpsbs-ahead")
 
 
 def _is_readable(chunks: Chunks) -> bool:
