@@ -4,7 +4,7 @@ a fixed shape, and what is computed ahead is computed in another thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,10 @@ from cpsbs.backends.triton.fixed_steps import begin
 
 class FixingBackend(Backend):
     """The reference with steps of fixed shape, on every device."""
+
+    def __init__(self) -> None:
+        self.rehearsed: list[Hashable] = []
+        """What was rehearsed, by any search."""
 
     def fixed_steps(
         self,
@@ -36,6 +40,16 @@ class FixingBackend(Backend):
                 return compute()
 
         return ASIDE.submit(run).result
+
+    def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        self.rehearsed.append(key)
+        begun = [ASIDE.submit(torch.no_grad()(step)) for step in steps]
+
+        def wait() -> None:
+            for step in begun:
+                step.result()
+
+        return wait
 
 
 ASIDE = ThreadPoolExecutor(1)

@@ -17,7 +17,7 @@ from cpsbs.randomness import Streams, split_seed
 from cpsbs.search import scheduler
 from cpsbs.search.recursion import Transition
 from cpsbs.search.settings import SearchSettings
-from tests.backends.fixing import fix_rows_on_cpu
+from tests.backends.fixing import FIXING, fix_rows_on_cpu
 from tests.models.tiny import EOS, make, prompts
 
 
@@ -55,6 +55,24 @@ def test_the_same_beams_both_ways(name: str, design: str, monkeypatch: pytest.Mo
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("design", DESIGNS)
+def test_steps_are_rehearsed(design: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that can be recorded. A rehearsal that fails would raise here."""
+    fix_rows_on_cpu(monkeypatch)
+    model, before = make("marian"), len(FIXING.rehearsed)
+    inputs = prompts(model)
+    found = [
+        search(
+            TransformersModel(model, **inputs), 3, design, max_length=5, generator=1, joint=joint
+        )
+        for joint in (False, True)
+    ]
+    keys = FIXING.rehearsed[before:]
+    chosen = design_named(design)
+    assert len(keys) == chosen.recordable(3) * (2 - chosen.needs_joint)
+    assert torch.equal(found[0].sequences, found[1].sequences)
 
 
 EOS_TOKENS = list(range(1, 7))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from torch import Tensor
 
@@ -303,6 +303,19 @@ class Backend:
         """
         found = compute()
         return lambda: found
+
+    def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        """Call functions in threads of their own, so that what they need is compiled.
+
+        Args:
+            key: identifies what the functions do; a backend calls them once for each key.
+            steps: the functions, which touch nothing that others use.
+
+        Returns:
+            A function that waits until all have returned. This backend compiles nothing, and calls
+            none of them.
+        """
+        return lambda: None
 
     def release(self) -> int:
         """Free the memory that is kept for later searches; return how many bytes that were."""

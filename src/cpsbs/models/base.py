@@ -170,6 +170,16 @@ class CompiledModel(SequenceModel, Protocol):
 
 
 @runtime_checkable
+class TypedRowModel(FixedRowModel, Protocol):
+    """A model that says of what dtype the scores of ``step`` will be, before rows are fixed."""
+
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """The dtype."""
+        ...
+
+
+@runtime_checkable
 class ConcurrentModel(SequenceModel, Protocol):
     """A model that may be searched in one thread while others like it are searched in others."""
 

@@ -16,6 +16,8 @@ from cpsbs.randomness import Generators, Streams, fresh_seed
 from cpsbs.search import recursion
 from cpsbs.search.beams import Beams
 from cpsbs.search.parallel import threads_for
+from cpsbs.search.recursion import Transition
+from cpsbs.search.rehearsal import rehearse
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.scheduler import Scheduler
 from cpsbs.search.settings import SearchOptions, SearchSettings
@@ -206,13 +208,22 @@ def _searched(settings: SearchSettings, request: Request) -> Beams:
     return request.beams(settings)
 
 
+def _fix_rows(model: FixedRowModel, settings: SearchSettings, request: Request) -> bool:
+    """Fix the rows of a model that has started, if that is possible."""
+    transition = Transition.of(model, settings, request.backend)
+    wait = rehearse(transition, model)
+    fixed = model.fix_rows(settings.k, settings.max_length - 1, request.backend)
+    wait()
+    return fixed
+
+
 def _progress(queue: RequestQueue, settings: SearchSettings) -> Iterator[bool]:
     """Work through the queue; yield True whenever some sources have ended."""
     while queue.peek() is not None:
         request = queue.begin()
         request.prefill()
-        model, steps = request.model, settings.max_length - 1
-        if isinstance(model, FixedRowModel) and model.fix_rows(settings.k, steps, request.backend):
+        model = request.model
+        if isinstance(model, FixedRowModel) and _fix_rows(model, settings, request):
             for _ in Scheduler(request, model, settings).run(queue):
                 yield True
         else:

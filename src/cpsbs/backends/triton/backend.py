@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -187,6 +188,32 @@ class TritonBackend(Backend):
 
         return _aside().submit(run).result
 
+    def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+        """Call functions once for each key, each in a thread and on a stream of its own."""
+        if not torch.cuda.is_available() or not _REHEARSED.add(key):
+            return super().rehearse(key, steps)
+        device = torch.cuda.current_device()
+
+        def run(step: Callable[[], None]) -> None:
+            make: Any = torch.cuda.Stream
+            with torch.cuda.device(device), torch.cuda.stream(make(device)), torch.no_grad():
+                try:
+                    step()
+                except Exception as error:  # it will be raised again, if it is not of this call
+                    log.debug("a step could not be rehearsed: %s", error)
+                # What was made here is complete before others use it.
+                torch.cuda.current_stream().synchronize()
+
+        threads = [Thread(target=run, args=(step,), daemon=True) for step in steps]
+        for thread in threads:
+            thread.start()
+
+        def wait() -> None:
+            for thread in threads:
+                thread.join()
+
+        return wait
+
     def release(self) -> int:
         """Free the buffers that no search is using."""
         return kept.release()
@@ -217,6 +244,24 @@ class TritonBackend(Backend):
                 )
                 memo[full_key] = None
         return memo[full_key]
+
+
+class _Rehearsed:
+    """The keys of what has been rehearsed."""
+
+    def __init__(self) -> None:
+        self._keys: set[Hashable] = set()
+        self._lock = Lock()
+
+    def add(self, key: Hashable) -> bool:
+        """Note a key; return whether it is a new one."""
+        with self._lock:
+            known = key in self._keys
+            self._keys.add(key)
+        return not known
+
+
+_REHEARSED = _Rehearsed()
 
 
 @functools.cache

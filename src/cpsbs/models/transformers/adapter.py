@@ -297,6 +297,12 @@ class TransformersModel:
             self._source = self._source.repeat_interleave(k)
         return True
 
+    @property
+    def step_dtype(self) -> torch.dtype:
+        """The dtype of what ``step`` returns."""
+        dtype: torch.dtype = torch.float32 if self._processors else self._model.dtype
+        return dtype
+
     def _prefilled(self) -> dict[str, Any]:
         """Return the model's inputs after its own prefill, done now if layers ran directly."""
         if self._direct is not None:

@@ -1,0 +1,62 @@
+"""Steps that are rehearsed on made-up scores, so that kernels are compiled before they are needed.
+
+What takes long in the first search of a process is that a backend compiles kernels, one after the
+other, when they are first called. Those of the first step, those of later steps and those of the
+model do not wait for each other if each are called in a thread of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from cpsbs.models.base import FixedRowModel, TypedRowModel
+from cpsbs.randomness import Streams
+from cpsbs.search.beams import Hypotheses
+from cpsbs.search.recursion import Transition
+
+
+def rehearse(transition: Transition, model: FixedRowModel) -> Callable[[], None]:
+    """Let the backend rehearse the steps of a search; return a function that waits for that.
+
+    Args:
+        transition: the steps.
+        model: the model, which has started and whose rows are not fixed yet.
+    """
+    if not isinstance(model, TypedRowModel) or not transition.recordable:
+        return lambda: None
+    settings, later = transition.settings, model.step_dtype
+    take = partial(_take, transition, model.sources, model.vocab_size, torch.device(model.device))
+    steps = [
+        partial(take, settings.design.roots(settings.k), torch.float32),
+        partial(take, settings.k, later),
+    ]
+    key = (transition.key, model.vocab_size, later)
+    return transition.backend.rehearse(key, steps)
+
+
+def _take(
+    transition: Transition,
+    sources: int,
+    tokens: int,
+    device: torch.device,
+    parents: int,
+    dtype: torch.dtype,
+) -> None:
+    """Take a step from ``parents`` equal hypotheses of each source with random scores."""
+    settings, backend = replace(transition.settings, joint=False), transition.backend
+    random = torch.Generator(device).manual_seed(0)
+    streams = Streams.split(0, sources, device, backend)
+    roots = Hypotheses.roots(settings, streams, torch.arange(sources, device=device))
+    beam = roots.rebuilt(
+        [x[:, :1].repeat(1, parents) if x.ndim == 2 else x for x in roots.tensors()]
+    )
+    beam = replace(beam, log_prob=beam.log_prob - math.log(parents))
+    size = (sources, parents, tokens)
+    scores = torch.randn(size, generator=random, device=device).to(dtype)
+    backend.close(scores.flatten(0, 1), beam.present, beam.finished)
+    transition(beam, scores, streams)
