@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -215,6 +216,54 @@ def check_head(device: str) -> None:
         row = torch.arange(sources, device=device)[:, None]
         own = weights.take(row, head.index).nan_to_num(nan=-math.inf, posinf=math.inf)
         torch.testing.assert_close(head.values, own, rtol=1e-12, atol=1e-12)
+
+
+def check_ties(device: str) -> None:
+    """The head to the last of equal scores, however its members are divided among programs."""
+    minus, sources, parents, tokens = -math.inf, 7, 3, 300
+    scores = random_scores(device, sources, parents, tokens)
+    scores[0] = scores[0].round()
+    scores[1] = 0.0
+    scores[2], scores[2, :, 200:203] = minus, 0.0  # hardly any candidates
+    scores[3], scores[3, 1] = minus, scores[4, 1]
+    scores[4, :, :128], scores[4, 0, 77] = 9.0, math.inf
+    scores[5] = minus
+    scores[6, :, ::64] = 10.0 + torch.arange(5, device=device) // 2
+    offset = torch.zeros((sources, parents), dtype=torch.float64, device=device) - 20.0
+    offset[0, 1] = math.nan
+    # Each of many parts on its own, the largest found first; and one program for many parts.
+    settings: list[dict[str, Any]] = [
+        {"NEAR": finding.NEAR},  # as it is
+        {"COLLECTED": 64, "NEAR": 0, "MOST_HELD": 0},
+        {"COLLECTED": 128, "RANKED": 16, "RANKERS": 1},
+    ]
+    for m, length in ((1, 256), (12, 64), (30, 128)):
+        table = reading.read(scores, 0.8, length, 1, backend=backend_for(scores.device))
+
+        def numbers(x: Tensor) -> Tensor:
+            x = x.double() * (1 / 0.8) + offset[..., None]
+            return torch.where(x.isnan(), minus, x).float().flatten(1)
+
+        per_parent = table.maxima.shape[-1]
+        best = numbers(table.maxima).sort(descending=True, stable=True).indices[:, :m]
+        looked_at = torch.zeros(sources, parents * per_parent, dtype=torch.bool, device=device)
+        looked_at.scatter_(1, best, True)
+        inside = looked_at.view(sources, parents, per_parent).repeat_interleave(length, -1)
+        inside = inside[..., :tokens].flatten(1)
+        for changed in settings:
+            with patch.multiple(finding, **changed):
+                head = find_head(table, offset, m, "log-probability")
+            assert torch.equal(head.slot_of > 0, looked_at)
+            for r in range(sources):
+                index = inside[r].nonzero()[:, 0]
+                order = numbers(scores)[r, index].sort(descending=True, stable=True).indices
+                assert torch.equal(head.index[r], index[order[:m]]), (m, changed, r)
+                assert int(sum(x.bit_count() for x in _words(head.bits[r]))) == m
+
+
+def _words(bits: Tensor) -> list[int]:
+    """The words of a tensor of bits, without signs."""
+    return [x & 0xFFFFFFFF for x in bits.flatten().tolist()]
 
 
 def check_normalizing(device: str) -> None:
@@ -444,6 +493,7 @@ CHECKS: list[Callable[[str], None]] = [
     check_reading,
     check_normalizing,
     check_head,
+    check_ties,
     check_extending,
     check_numbers,
     check_special_rows,

@@ -31,7 +31,8 @@ TYPES = {
     " first second third gate up hidden normed",
     "i32": "k m slots parents tokens chunks blocks table stride each ends pad capacity sources"
     " heads inner dim q_row q_head nk_row nk_head nv_row nv_head m_row m_head m_place b_row b_head"
-    " segments programs most b_place cos_row kv_heads count step c_row inputs outputs share first_end second_end size",
+    " b_place cos_row kv_heads count step c_row inputs outputs share first_end second_end size"
+    " segments programs most",
     "fp32": "log_low log_high log_limit scaling eps",
 }
 """The types of arguments by their names, which mean the same in nearly all kernels."""

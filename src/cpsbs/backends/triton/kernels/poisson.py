@@ -39,6 +39,18 @@ from cpsbs.conditional_poisson.weights import binomials
 from cpsbs.scores.largest import head_size
 from cpsbs.scores.reading import Chunks
 
+TAIL_WARPS = 8
+"""Warps of a program of ``tail``"""
+
+TAIL_REGISTERS = 128
+"""Registers of a thread of ``tail``: with more, a multiprocessor would hold a single program"""
+
+DRAW_WARPS = 8
+"""Warps of a program of ``draw``"""
+
+DRAWN = 16
+"""Items of the tail that are drawn at a time"""
+
 
 @dataclass(frozen=True)
 class _Tables:
@@ -138,7 +150,7 @@ def draw(
         maxima, sums, head.values, offset, head.slot_of, again, reach, partial,
         inverse_temperature,
         m, slots, parents, per_parent, maxima.numel(), blocks,
-        ODDS=odds, num_warps=8,
+        ODDS=odds, num_warps=TAIL_WARPS, maxnreg=TAIL_REGISTERS,
     )  # fmt: skip
     index = empty(sources, k, dtype=torch.int64)
     picked, present = empty(sources, k), empty(sources, k, dtype=torch.bool)
@@ -155,7 +167,7 @@ def draw(
         ODDS=odds, LENGTH=chunks.length, COINS=triton.next_power_of_2(m),
         PLACES=max(2, triton.next_power_of_2(k)), POINTS=points,
         BLOCKS=max(4, triton.next_power_of_2(blocks)),
-        GROUP=min(16, max(2, triton.next_power_of_2(k))), num_warps=8,
+        GROUP=min(DRAWN, max(2, triton.next_power_of_2(k))), num_warps=DRAW_WARPS,
     )  # fmt: skip
     log_inclusion = empty(sources, k)
     programs.inclusion[(sources, triton.cdiv(k, 16))](

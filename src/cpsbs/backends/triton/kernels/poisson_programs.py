@@ -20,6 +20,10 @@ BLOCK: tl.constexpr = tl.constexpr(1024)
 SLICE: tl.constexpr = tl.constexpr(64)
 """Items of the head that are multiplied at a time"""
 
+TILTS: tl.constexpr = tl.constexpr(8)
+ROUNDS: tl.constexpr = tl.constexpr(4)
+"""Tilts are found to 1/TILTS^ROUNDS = 1/4096 of a range of some twenty."""
+
 COLUMNS: tl.constexpr = tl.constexpr(9)
 """Sums of a block of chunks: TERMS power sums of p, and the mass of its weights"""
 
@@ -104,15 +108,15 @@ def tail(
     alone = tl.load(own[None, :] + term[:, None], mask=looked_at, other=0.0)
     value = tl.where(looked_at, alone, (value * power).to(tl.float64))
     out = partial + (source * blocks + block) * COLUMNS
-    tl.store(out + term, tl.sum(value, axis=1))
-    total = value
+    of_block = tl.sum(value, axis=1)
+    tl.store(out + term, of_block)
     if ODDS:  # p/(1 − p) = Σ p^j
-        total = value * tl.exp(unit * term.to(tl.float64))[:, None]
+        factor = tl.exp(unit * term.to(tl.float64))
     else:
-        total = tl.where((term == 0)[:, None], value, 0.0)
-    total = tl.sum(total, axis=0)
+        factor = tl.where(term == 0, 1.0, 0.0).to(tl.float64)
+    total = tl.sum(value * factor[:, None], axis=0)
     tl.store(reach + place, tl.cumsum(total, axis=0), mask=here)
-    tl.store(out + TERMS, tl.sum(total, axis=0))
+    tl.store(out + TERMS, tl.sum(of_block * factor, axis=0))
 
 
 @triton.jit
@@ -220,28 +224,34 @@ def draw(
     sign = tl.where(order % 2 == 0, 1.0, -1.0).to(tl.float64)
     degree = (order + 1).to(tl.float64)
 
-    # Find the tilt at which K − ½ of the coins are expected to come up heads. A round tries three
-    # tilts at once, which takes as long as one.
+    # Find the tilt at which K − ½ of the coins are expected to come up heads. Float32, and an error
+    # of a few thousandths, will do: all that follows is exact for any tilt. A round tries TILTS
+    # at once, which takes as long as one.
     zero = largest * 0.0  # in float64, because numbers from the host are float32
     low, high = zero + log_low, zero + log_high
     high = tl.where(tl.sum(block_mass, axis=0) > 0, tl.minimum(high, log_limit - largest), high)
-    quarter = tl.arange(0, 4).to(tl.float64)
-    for _ in range(8):
-        step = (high - low) / 4
-        tried = low + step * quarter
-        heads = tl.sum(_sigmoid(y[:, None] + tried[None, :]), axis=0)
-        of_tail = tl.exp(degree[:, None] * (tried + largest)[None, :])
-        heads += tl.sum((sign * powers)[:, None] * of_tail, axis=0)
-        # The first of the four is a lower bound already.
-        passed = (heads < k - 0.5) & (quarter > 0.0)
-        low += step * tl.max(tl.where(passed, quarter, 0.0), axis=0)
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    near_y, near_largest = y.to(tl.float32), largest.to(tl.float32)
+    near_powers, near_degree = (sign * powers).to(tl.float32), degree.to(tl.float32)
+    share = tl.arange(0, TILTS).to(tl.float32)
+    for _ in range(ROUNDS):
+        step = (high - low) / TILTS
+        tried = low + step * share
+        heads = tl.sum(_sigmoid(near_y[:, None] + tried[None, :]), axis=0)
+        of_tail = tl.exp(near_degree[:, None] * (tried + near_largest)[None, :])
+        heads += tl.sum(near_powers[:, None] * of_tail, axis=0)
+        # The first of them is a lower bound already.
+        passed = (heads < k - 0.5) & (share > 0.0)
+        low += step * tl.max(tl.where(passed, share, 0.0), axis=0)
         high = low + step
-    tilt = (low + high) / 2
+    tilt = ((low + high) / 2).to(tl.float64)
 
     # Compute the characteristic function of S at the points of the circle.
     point = tl.arange(0, POINTS)
     cosine, sine = tl.load(cosines + point), tl.load(sines + point)
-    real, imaginary = tl.full((POINTS,), 1.0, tl.float64), tl.zeros((POINTS,), tl.float64)
+    # Every SLICE-th item is multiplied up, and only then the products of all threads.
+    real = tl.full((SLICE, POINTS), 1.0, tl.float64)
+    imaginary = tl.zeros((SLICE, POINTS), tl.float64)
     log_z = tl.where(y == float("inf"), tilt, softplus(y + tilt))
     log_z = tl.sum(log_z, axis=0) - k * tilt
     for start in range(0, m, SLICE):
@@ -249,8 +259,8 @@ def draw(
         x = tl.load(head + place_in_head, mask=place_in_head < m, other=-float("inf"))
         x += tilt - reference
         p, q = _sigmoid(x)[:, None], _sigmoid(-x)[:, None]
-        a, b = tl.reduce((q + p * cosine[None, :], p * sine[None, :]), 0, _times)
-        real, imaginary = _times(real, imaginary, a, b)
+        real, imaginary = _times(real, imaginary, q + p * cosine[None, :], p * sine[None, :])
+    real, imaginary = tl.reduce((real, imaginary), 0, _times)
     terms = sign * powers * tl.exp(degree * (tilt + largest)) / degree
     log_z += tl.sum(terms, axis=0)
     table = order[:, None] * POINTS + point[None, :]
@@ -270,8 +280,8 @@ def draw(
 
     # Find the largest of the probabilities that K − c coins of the tail come up heads.
     most = zero
-    for start in range(0, k + 1, 16):
-        heads_of_head = start + tl.arange(0, 16)
+    for start in range(0, k + 1, 32):
+        heads_of_head = start + tl.arange(0, 32)
         row = back + (heads_of_head[:, None] * POINTS + point[None, :]) * 2
         inside = (heads_of_head <= k)[:, None]
         a = tl.load(row, mask=inside, other=0.0) * tail_a[None, :]

@@ -1,4 +1,4 @@
-"""A step of stratified sampling in five launches; the reference is ``designs.stratified``.
+"""A step of stratified sampling in seven launches; the reference is ``designs.stratified``.
 
 1. ``begin`` makes the random orders of the chunks and of the tokens in a chunk, and subtracts the
    log inclusion probabilities of the parents from their offsets;
