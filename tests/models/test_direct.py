@@ -10,16 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    BartConfig,
-    BartForConditionalGeneration,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MarianConfig,
-    MarianMTModel,
-)
 
 from cpsbs import Beams, TransformersModel, search
 from cpsbs.backends.cpu import compiled, products
@@ -33,63 +23,17 @@ from cpsbs.models.transformers.direct import (
     steps,
 )
 from cpsbs.models.transformers.direct.encoding import encoded, encodes
-from cpsbs.models.transformers.direct.products import Product
+from cpsbs.models.transformers.direct.families import UnknownArchitectureError, decoder_of
+from cpsbs.models.transformers.direct.products import ACTIVATIONS, Product
 from cpsbs.models.transformers.direct.slots import Slots
 from cpsbs.models.transformers.int8 import quantize
-from tests.models.tiny import EOS, PAD, make, prompts
+from tests.models.tiny import PAD, make, prompts
+from tests.models.wide import wide
 
-FAMILIES = ["llama", "gpt2", "marian", "bart"]
+DISTANT = ["t5", "gated-t5"]
+"""Families whose attention depends on distances, which torch alone does not compute here."""
 
-
-def wide(name: str, vocab_size: int = 30) -> Any:
-    """A model whose heads have 16 numbers, as compiled attention needs."""
-    ends: dict[str, Any] = {"eos_token_id": EOS, "pad_token_id": PAD, "vocab_size": vocab_size}
-    both: dict[str, Any] = {
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 48,
-        "decoder_ffn_dim": 48,
-        "max_position_embeddings": 64,
-        "init_std": 0.3,
-        "scale_embedding": True,
-        **ends,
-    }
-    state = torch.get_rng_state()
-    torch.manual_seed(0)
-    model: Any = {
-        "llama": lambda: LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=64,
-                intermediate_size=48,
-                num_hidden_layers=2,
-                num_attention_heads=4,
-                num_key_value_heads=2,
-                initializer_range=0.3,
-                **ends,
-            )
-        ),
-        "gpt2": lambda: GPT2LMHeadModel(
-            GPT2Config(n_positions=64, n_embd=64, n_layer=2, n_head=4, **ends)
-        ),
-        "marian": lambda: MarianMTModel(
-            MarianConfig(
-                decoder_vocab_size=vocab_size,
-                decoder_start_token_id=PAD,
-                activation_function="swish",
-                **both,
-            )
-        ),
-        "bart": lambda: BartForConditionalGeneration(
-            BartConfig(decoder_start_token_id=EOS, **both)
-        ),
-    }[name]()
-    if hasattr(model, "final_logits_bias"):
-        model.final_logits_bias += torch.randn(vocab_size)
-    torch.set_rng_state(state)
-    return model.eval()
+FAMILIES = ["llama", "qwen2", "gpt2", "marian", "bart", *DISTANT]
 
 
 @pytest.fixture(params=["compiled", "torch"])
@@ -131,6 +75,11 @@ def walk(model: TransformersModel, n: int) -> Iterator[Tensor]:
         yield model.advance(parent, torch.randint(2, 30, (len(parent),), generator=random))
 
 
+def runs_directly(name: str) -> bool:
+    """Return whether the layers of a model are run directly, in tests with and without compiler."""
+    return compiled.library() is not None or name not in DISTANT
+
+
 @pytest.mark.usefixtures("_either")
 @pytest.mark.parametrize("name", FAMILIES)
 @torch.no_grad()
@@ -141,7 +90,7 @@ def test_the_scores_are_those_of_the_ordinary_steps(name: str) -> None:
     ordinary._may_be_direct = False
     for found, expected in zip(walk(direct, 40), walk(ordinary, 40), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert direct._direct is not None
+    assert (direct._direct is not None) == runs_directly(name)
     assert ordinary._direct is None
     # A second search begins anew.
     for found, expected in zip(walk(direct, 3), walk(ordinary, 3), strict=True):
@@ -159,7 +108,8 @@ def test_a_search_finds_the_same(name: str, k: int, monkeypatch: pytest.MonkeyPa
         return search(wrapped, k, max_length=40, generator=3), wrapped
 
     found, wrapped = run()
-    assert wrapped._direct is not None or int(found.lengths.max()) == 1
+    direct = wrapped._direct is not None
+    assert direct == runs_directly(name) or int(found.lengths.max()) == 1
     monkeypatch.setattr(TransformersModel, "_runs_directly", lambda _: False)
     expected, other = run()
     assert other._direct is None
@@ -168,13 +118,19 @@ def test_a_search_finds_the_same(name: str, k: int, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.usefixtures("_either")
-@pytest.mark.parametrize("name", ["marian", "bart"])
+@pytest.mark.parametrize("name", ["marian", "bart", *DISTANT])
 def test_the_states_are_those_of_the_encoder(name: str) -> None:
     model = wide(name)
-    given = prompts(model)
+    given = dict(prompts(model))
+    # Longer than the reach of distances.
+    more = torch.randint(2, 30, (3, 60), generator=torch.Generator().manual_seed(0))
+    given["input_ids"] = torch.cat([more[:, :30], given["input_ids"]], dim=1)
+    given["attention_mask"] = torch.cat([torch.ones_like(more[:, :30]), given["attention_mask"]], 1)
     found, mask = encoded(model, **given_states(given)), given["attention_mask"].bool()
     expected = model.get_encoder()(**given).last_hidden_state.detach()
-    assert found is not None
+    assert (found is not None) == runs_directly(name)
+    if found is None:
+        return
     assert not bool(mask.all())
     torch.testing.assert_close(found[mask], expected[mask], rtol=1e-4, atol=1e-4)
     assert not bool(found[~mask].any())
@@ -241,14 +197,48 @@ def test_wrong_states_are_noticed_and_not_used(
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_all_layers_are_one_call_where_their_parts_are_compiled(name: str) -> None:
-    """Llama has a gate and positions that rotate; BART has an activation that only torch has."""
-    if compiled.library() is None:
+    library: Any = compiled.library()
+    if library is None:
         pytest.skip("there is no C compiler")
     direct = steps_of(wide(name))[0]._direct
     assert direct is not None
-    library: Any = compiled.library()
-    possible = name in ("marian", "gpt2") and bool(library.multiplies_floats())
-    assert (direct._decoder.compiled is not None) == possible
+    assert (direct._decoder.compiled is not None) == bool(library.multiplies_floats())
+
+
+@pytest.mark.parametrize("change", ["window", "rotation", "biases"])
+def test_what_steps_of_ours_do_not_do_is_noticed(
+    change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first steps would not show it: a prefix must be long for it to count."""
+    model = wide("t5" if change == "biases" else "qwen2")
+    if change == "window":
+        model.config.sliding_window = 8
+        model.config.layer_types = ["full_attention", "sliding_attention"]
+    elif change == "rotation":
+        model.model.rotary_emb.rope_type = "dynamic"
+    else:
+        model.decoder.block[1].layer[0].SelfAttention.has_relative_attention_bias = True
+    with caplog.at_level(logging.INFO, logger="cpsbs"), pytest.raises(UnknownArchitectureError):
+        decoder_of(model)
+
+
+def test_padding_between_tokens_counts_where_distances_do() -> None:
+    """Rows of an encoder know which tokens of their sources they are, but not what lies between."""
+    if compiled.library() is None:
+        pytest.skip("there is no C compiler")
+    for name, possible in (("t5", False), ("marian", True)):
+        model = wide(name)
+        given = dict(prompts(model))
+        tokens = torch.randint(2, 30, (2, 9), generator=torch.Generator().manual_seed(0))
+        mask = torch.ones_like(tokens)
+        assert encoded(model, tokens, mask) is not None
+        mask[1, 2:4] = 0
+        assert (encoded(model, tokens, mask) is not None) == possible
+        given = {"input_ids": tokens, "attention_mask": mask}
+        direct, ordinary = (TransformersModel(model, **given) for _ in range(2))
+        ordinary._may_be_direct = False
+        with torch.no_grad():
+            torch.testing.assert_close(direct.start(), ordinary.start(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -288,13 +278,15 @@ def steps_of(model: Any, **changes: Any) -> tuple[TransformersModel, Tensor]:
     return wrapped, scores
 
 
-@pytest.mark.parametrize("change", ["t5", "hook", "float64", "module", "forward", "own mask"])
+@pytest.mark.parametrize(
+    "change", ["small heads", "hook", "float64", "module", "forward", "own mask"]
+)
 def test_what_is_unusual_takes_ordinary_steps(
     change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With one line in the log, however many searches there are."""
-    model, given = make("t5") if change == "t5" else wide("marian"), {}
-    layer = model.decoder.block[0] if change == "t5" else model.model.decoder.layers[0]
+    model, given = make("t5") if change == "small heads" else wide("marian"), {}
+    layer: Any = None if change == "small heads" else model.model.decoder.layers[0]
     if change == "hook":
         layer.register_forward_hook(lambda *_: None)
     elif change == "float64":
@@ -361,6 +353,19 @@ def test_new_weights_are_noticed(way: str) -> None:
     assert not torch.allclose(before, after)
     prepared.PREPARED.clear()
     torch.testing.assert_close(after, steps_of(model)[1])
+
+
+@pytest.mark.parametrize("activation", ["relu", "silu", "gelu", "gelu_new"])
+def test_gates_are_those_of_torch(activation: str) -> None:
+    """Also where a row is no multiple of the numbers of a vector."""
+    random = torch.Generator().manual_seed(0)
+    for size in (1, 15, 16, 48, 50):
+        x = 5 * torch.randn((3, 2 * size), generator=random)
+        gate, value = x.chunk(2, dim=-1)
+        found = products.gated_rows(x, activation)
+        if found is None:
+            pytest.skip("there is no C compiler")
+        torch.testing.assert_close(found, ACTIVATIONS[activation][2](gate) * value)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "silu", "gelu", "gelu_new"])

@@ -9,9 +9,12 @@ import pytest
 import torch
 
 import cpsbs
+from cpsbs import TransformersModel
 from cpsbs.backends.cpu import compiled, products
 from cpsbs.models.transformers import int8
-from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight, int8_works
+from cpsbs.models.transformers.int8 import Int8Linear, Int8Weight, int8_works, quantize
+from tests.models.tiny import prompts
+from tests.models.wide import MAKERS, wide
 
 
 @pytest.fixture(params=["compiled", "torch"], autouse=True)
@@ -59,6 +62,24 @@ def test_a_model_is_loaded_with_int8_weights() -> None:
     assert model.texts(found)[0][0] == "La pièce était trop chaude."
     exact = cpsbs.load("en-fr", device="cpu").beams(text, 3, "top-k")
     assert abs(float(found.log_prob[0, 0] - exact.log_prob[0, 0])) < 0.1
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@torch.no_grad()
+def test_all_linear_layers_of_all_architectures_are_rounded(name: str) -> None:
+    """T5 asks for the dtype of a weight, and GPT-2 stores weights transposed."""
+    model = wide(name)
+    wrapped = TransformersModel(model, **prompts(model))
+    exact = wrapped.start().softmax(-1)
+    quantize(model)
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert "Int8Linear" in kinds
+    assert not kinds & {"Linear", "Conv1D"}
+    wrapped = TransformersModel(model, **prompts(model))
+    wrapped._may_be_direct = False
+    found = wrapped.start().softmax(-1)
+    assert float((found - exact).abs().max()) < 0.1
+    assert not torch.equal(found, exact)
 
 
 @pytest.mark.parametrize(

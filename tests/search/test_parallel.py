@@ -12,8 +12,8 @@ import torch
 import cpsbs
 from cpsbs import TransformersModel, search_each
 from cpsbs.search import parallel
-from tests.models.test_direct import wide
 from tests.models.tiny import alone, prompts
+from tests.models.wide import wide
 
 api = import_module("cpsbs.search.api")
 

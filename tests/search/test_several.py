@@ -19,8 +19,8 @@ from cpsbs.designs import ConditionalPoissonDesign, Design, Stratified, TopK
 from cpsbs.models.transformers.int8 import quantize
 from cpsbs.randomness import Streams
 from cpsbs.scores.candidates import Candidates, Selection
-from tests.models.test_direct import wide
-from tests.models.tiny import prompts
+from tests.models.tiny import make, prompts
+from tests.models.wide import MAKERS, wide
 
 several: Any = import_module("cpsbs.search.several")
 
@@ -86,8 +86,9 @@ def assert_same(found: tuple[Beams, Streams], expected: tuple[Beams, Streams]) -
     assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("name", ["marian", "gpt2"])
+@pytest.mark.parametrize(
+    ("name", "int8"), [*((name, False) for name in MAKERS), ("marian", True), ("gated-t5", True)]
+)
 @pytest.mark.parametrize("design", DESIGNS, ids=repr)
 @pytest.mark.parametrize(("k", "temperature", "ends"), [(1, 1.0, 20), (5, 0.3, 100), (5, 2.0, 40)])
 def test_the_same_beams(
@@ -197,12 +198,13 @@ def test_what_is_not_compiled_is_taken_step_by_step(
     assert not count.calls
 
 
-@pytest.mark.parametrize("what", ["processor", "criterion", "llama", "one generator"])
+@pytest.mark.parametrize("what", ["processor", "criterion", "small heads", "one generator"])
 def test_models_that_need_more_are_run_step_by_step(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     count = Count(monkeypatch)
-    model = model_of("llama" if what == "llama" else "marian")
+    # Compiled attention needs heads of 16 numbers.
+    model = make("llama", VOCABULARY) if what == "small heads" else model_of("marian")
     more: dict[str, Any] = {}
 
     def same(ids: Tensor, scores: Tensor) -> Tensor:

@@ -45,7 +45,8 @@ POINTER, INTEGER, REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 ARGUMENTS: dict[str, list[Any]] = {
     "attend": [
         *(POINTER, INTEGER, POINTER, POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER),
-        *(POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL, POINTER, POINTER),
+        *(POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL),
+        *(POINTER, INTEGER, POINTER, POINTER, POINTER),
     ],
     "put": [POINTER, INTEGER, POINTER, INTEGER, POINTER, POINTER, INTEGER, INTEGER, INTEGER],
     "read_scores": [POINTER, INTEGER, INTEGER, INTEGER, INTEGER, REAL, POINTER, POINTER],
@@ -54,10 +55,11 @@ ARGUMENTS: dict[str, list[Any]] = {
     "multiplies_bytes": [],
     "multiplies_floats": [],
     "multiply": [POINTER, POINTER, INTEGER, POINTER, POINTER, POINTER],
+    "gate_rows": [POINTER, INTEGER, INTEGER, INTEGER, POINTER],
     "extend": [POINTER, POINTER],
     "draw_uniform": [POINTER, INTEGER, POINTER],
     "take_steps": [POINTER],
-    "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 3, INTEGER, INTEGER, POINTER],
+    "run_layers": [*[POINTER] * 2, INTEGER, *[POINTER] * 4, INTEGER, INTEGER, POINTER],
     "normalize": [POINTER, POINTER, POINTER, POINTER],
     "normalize_rows": [POINTER, POINTER, INTEGER, INTEGER, POINTER],
     "find_largest": [POINTER, INTEGER, POINTER, POINTER],

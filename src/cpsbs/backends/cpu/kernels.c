@@ -4,9 +4,21 @@
 
 #include "vectors.h"
 
+/* What is added to the scores of the keys first, first + 1, ... of a query at this position. */
+static inline vec biases(const float *bias, int64_t reach, int64_t first, int64_t position) {
+    float found[LANES];
+    for (int64_t j = 0; j < LANES; j++) {
+        int64_t distance = first + j - position;
+        distance = distance < -reach ? -reach : distance > reach ? reach : distance;
+        found[j] = bias[reach + distance];
+    }
+    return *(const vec *)found;
+}
+
 static inline __attribute__((always_inline)) void attend_row(
     const float *query, const float *keys, const float *values, const int32_t *slot, int64_t count,
-    float scale, float *weight, float *out, const int dim) {
+    float scale, const float *bias, int64_t reach, int64_t position, float *weight, float *out,
+    const int dim) {
     const int parts = dim / LANES;
     const vec *q = (const vec *)query;
     vec most = filled(NOTHING);
@@ -21,6 +33,7 @@ UNROLLED
             for (int d = 1; d < parts; d++) product[j] += q[d] * key[d];
         }
         vec score = scale * sums_of_each(product);
+        if (bias) score += biases(bias, reach, i, position);
         for (int64_t j = here; j < LANES; j++) score[j] = NOTHING;
         *(vec *)(weight + i) = score;
         most = larger(most, score);
@@ -50,12 +63,13 @@ UNROLLED
     for (int d = 0; d < parts; d++) ((vec *)out)[d] = (sum[d] + other[d]) * over;
 }
 
-/* out[r, h] = attention of query[r, h] to the slots table[table_row[r], :length[r]] of source[r].
-   Rows are in the order of their sources, so that a source's keys are read once from memory. */
+/* out[r, h] = attention of query[r, h] to the slots table[table_row[r], :length[r]] of source[r]. Unless
+   it is null, bias [heads, 2 reach + 1] has what is added to scores: see places in layers.h. Rows are in the order of their sources, so that a source's keys are read once from memory. */
 void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
             int64_t capacity, const int32_t *table, int64_t table_stride, const int32_t *table_row,
             const int32_t *length, const int32_t *source, int64_t rows, int64_t heads,
-            int64_t group, int64_t dim, float scale, float *weight, float *out) {
+            int64_t group, int64_t dim, float scale, const float *bias, int64_t reach,
+            const int32_t *position, float *weight, float *out) {
     for (int64_t first = 0, end; first < rows; first = end) {
         for (end = first + 1; end < rows && source[end] == source[first];) end++;
         for (int64_t h = 0; h < heads; h++) {
@@ -67,12 +81,13 @@ void attend(const float *query, int64_t query_stride, const float *keys, const f
                     const float *q = query + r * query_stride + place;
                     float *o = out + r * heads * group * dim + place;
                     const float *k = keys + start, *v = values + start;
-                    int64_t n = length[r];
+                    const float *b = bias ? bias + (h * group + g) * (2 * reach + 1) : 0;
+                    int64_t n = length[r], at = bias ? position[r] : 0;
                     switch (dim) {
-                    case 32: attend_row(q, k, v, slot, n, scale, weight, o, 32); break;
-                    case 64: attend_row(q, k, v, slot, n, scale, weight, o, 64); break;
-                    case 128: attend_row(q, k, v, slot, n, scale, weight, o, 128); break;
-                    default: attend_row(q, k, v, slot, n, scale, weight, o, dim);
+                    case 32: attend_row(q, k, v, slot, n, scale, b, reach, at, weight, o, 32); break;
+                    case 64: attend_row(q, k, v, slot, n, scale, b, reach, at, weight, o, 64); break;
+                    case 128: attend_row(q, k, v, slot, n, scale, b, reach, at, weight, o, 128); break;
+                    default: attend_row(q, k, v, slot, n, scale, b, reach, at, weight, o, dim);
                     }
                 }
             }

@@ -9,9 +9,11 @@ void put(const float *rows, int64_t stride, float *memory, int64_t capacity, con
 void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
             int64_t capacity, const int32_t *slots, int64_t table_stride, const int32_t *table_row,
             const int32_t *length, const int32_t *source, int64_t rows, int64_t heads,
-            int64_t group, int64_t dim, float scale, float *weight, float *out);
+            int64_t group, int64_t dim, float scale, const float *bias, int64_t reach,
+            const int32_t *position, float *weight, float *out);
 
-/* out = the rows x [count, size] less their means, over their standard deviations. */
+/* out = the rows x [count, size] less their means, over their standard deviations; or, if they are not
+   centred, over their root mean squares. */
 void normalize_rows(const norm *n, const float *x, int64_t count, int64_t size, float *out) {
     for (int64_t r = 0; r < count; r++, x += size, out += size) {
         vec sum = filled(0), square = filled(0);
@@ -19,7 +21,7 @@ void normalize_rows(const norm *n, const float *x, int64_t count, int64_t size, 
         for (int64_t i = 0; i < whole; i += LANES) sum += *(const vec *)(x + i);
         float mean = sum_of(sum), variance;
         for (int64_t i = whole; i < size; i++) mean += x[i];
-        mean /= (float)size;
+        mean = n->centred ? mean / (float)size : 0;
         for (int64_t i = 0; i < whole; i += LANES) {
             vec y = *(const vec *)(x + i) - mean;
             square += y * y;
@@ -39,10 +41,25 @@ typedef struct {
 } room;
 
 static void attend_to(const stack *s, const table *t, int64_t number, const float *query, int64_t stride,
-                      int64_t count, const room *m) {
+                      int64_t count, const places *at, const room *m) {
     attend(query, stride, t->memory[2 * number], t->memory[2 * number + 1], t->capacity, t->slot, t->stride,
-           t->entry, t->length, t->source, count, s->keys, s->group, s->dim, (float)s->scale, m->weight,
-           m->attended);
+           t->entry, t->length, t->source, count, s->keys, s->group, s->dim, (float)s->scale,
+           at ? at->bias : 0, at ? at->reach : 0, at ? at->position : 0, m->weight, m->attended);
+}
+
+/* Rotate the queries and keys of rows by the angles of their positions. */
+static void rotate(const stack *s, const places *at, float *rows, int64_t stride, int64_t count) {
+    int64_t half = s->dim / 2, heads = s->keys * (s->group + 1);
+    for (int64_t r = 0; r < count; r++) {
+        const float *restrict cosine = at->cosines + at->position[r] * s->dim;
+        const float *restrict sine = at->sines + at->position[r] * s->dim;
+        for (float *x = rows + r * stride; x < rows + r * stride + heads * s->dim; x += s->dim)
+            for (int64_t i = 0; i < half; i++) {
+                float one = x[i], other = x[i + half];
+                x[i] = one * cosine[i] - other * sine[i];
+                x[i + half] = other * cosine[i + half] + one * sine[i + half];
+            }
+    }
 }
 
 /* x = x + block(x), normalised before or after: the last product of a block and what surrounds it. */
@@ -60,10 +77,10 @@ static const float *input_of(const stack *s, const norm *n, const float *x, int6
 }
 
 /* Run all layers on the rows x [count, size], in place. New keys and values go to the slots
-   fresh [count] of own; given has the encoder's, or is null. The scratch memory has room for count
+   fresh [count] of own; given has the encoder's, or is null; at says where the rows are. The scratch memory has room for count
    rows of 2 size + wide + heads dim numbers, count (largest input + 4) bytes, and longest numbers. */
 void run_layers(const stack *s, float *x, int64_t count, const table *own, const int32_t *fresh,
-                const table *given, int64_t wide, int64_t longest, float *scratch) {
+                const table *given, const places *at, int64_t wide, int64_t longest, float *scratch) {
     int64_t heads = s->keys * s->group * s->dim, shared = s->keys * s->dim, all = heads + 2 * shared;
     room m = {.input = scratch, .sum = scratch + count * s->size};
     m.wide = m.sum + count * s->size;
@@ -73,17 +90,19 @@ void run_layers(const stack *s, float *x, int64_t count, const table *own, const
     for (int64_t number = 0; number < s->layers; number++) {
         const layer *l = s->layer + number;
         multiply(l->query_key_value, input_of(s, &l->own, x, count, &m), count, 0, m.wide, m.rounded);
+        if (at->cosines) rotate(s, at, m.wide, all, count);
         for (int64_t i = 0; i < 2; i++)
             put(m.wide + heads + i * shared, all, own->memory[2 * number + i], own->capacity, own->source,
                 fresh, count, s->keys, s->dim);
-        attend_to(s, own, number, m.wide, all, count, &m);
+        attend_to(s, own, number, m.wide, all, count, at, &m);
         add_block(s, &l->own, l->out, m.attended, count, x, &m);
         if (l->query && given) {
             multiply(l->query, input_of(s, &l->cross, x, count, &m), count, 0, m.wide, m.rounded);
-            attend_to(s, given, number, m.wide, heads, count, &m);
+            attend_to(s, given, number, m.wide, heads, count, 0, &m);
             add_block(s, &l->cross, l->cross_out, m.attended, count, x, &m);
         }
         multiply(l->up, input_of(s, &l->feed, x, count, &m), count, 0, m.wide, m.rounded);
+        if (l->gate >= 0) gate_rows(m.wide, count, l->down->in, l->gate, m.wide);
         add_block(s, &l->feed, l->down, m.wide, count, x, &m);
     }
 }

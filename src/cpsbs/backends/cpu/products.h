@@ -16,4 +16,5 @@ typedef struct {
 
 void multiply(const product *p, const float *x, int64_t count, const float *residual, float *out,
               void *scratch);
+void gate_rows(const float *rows, int64_t count, int64_t size, int64_t activation, float *out);
 void round_rows(const float *rows, int64_t count, int64_t dim, uint8_t *rounded, float *scale);

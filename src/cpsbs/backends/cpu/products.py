@@ -18,7 +18,15 @@ from cpsbs.scores.memory import scratch_buffer
 PANEL = 64
 """The number of outputs whose weights lie side by side; ``PANEL`` in ``products.h``."""
 
-ACTIVATIONS = {None: 0, "relu": 1, "silu": 2, "swish": 2, "gelu_new": 3}
+ACTIVATIONS = {
+    None: 0,
+    "relu": 1,
+    "silu": 2,
+    "swish": 2,
+    "gelu_new": 3,
+    "gelu_pytorch_tanh": 3,
+    "gelu": 4,
+}
 """The numbers of activations in ``products.c``, by the names of transformers."""
 
 ZERO = 128
@@ -32,6 +40,18 @@ PARALLEL = 2**23
 def in_one_thread(multiplications: int) -> bool:
     """Return whether compiled loops, which run in one thread, are the best for a product."""
     return multiplications < PARALLEL or torch.get_num_threads() == 1
+
+
+def gated_rows(x: Tensor, activation: str) -> Tensor | None:
+    """Return act(a) b for rows [a, b] of x [n, 2 d], or None where there is no library for it."""
+    compiled = library()
+    if compiled is None or activation not in ACTIVATIONS:
+        return None
+    x = x.contiguous()
+    rows, size = x.shape[0], x.shape[1] // 2
+    out = torch.empty((rows, size), dtype=torch.float32, device="cpu")
+    compiled.gate_rows(address(x), rows, size, ACTIVATIONS[activation], address(out))
+    return out
 
 
 class _Product(Fields):

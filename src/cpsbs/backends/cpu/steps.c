@@ -13,13 +13,15 @@
 
 /* What maps the latest tokens of rows to the scores of the next ones. */
 typedef struct {
-    const float *token, *position; /* embeddings [tokens, size] and [positions, size] */
+    const float *token, *position; /* embeddings [tokens, size] and [positions, size] or null */
     int64_t positions;
     double scale;            /* of the embeddings of tokens */
     const norm *first, *last; /* of the embeddings, and of the output of the layers; null for none */
     const stack *layers;
     const product *head;
-    int64_t wide; /* the largest output of a product in the layers */
+    int64_t wide;      /* the largest output of a product in the layers */
+    const float *bias; /* of distances: see places in layers.h */
+    int64_t reach;
 } decoder;
 
 /* The KV cache: see cpsbs.models.transformers.direct.slots. */
@@ -32,6 +34,7 @@ typedef struct {
     const int32_t *given_slot, *given_number;
     int64_t given_stride, given_capacity;
     float *const *given_memory;
+    const float *cosines, *sines; /* [stride, dim] of the rotation of each position; or null */
 } cache;
 
 enum { LARGEST, POISSON, STRATIFIED };
@@ -75,7 +78,7 @@ typedef struct {
     double *log_prob, *inclusion;
     uint8_t *finished, *present;
     float *x; /* [sources * k, size] */
-    int32_t *slot, *length, *source, *entry, *fresh, *given; /* the next rows */
+    int32_t *slot, *length, *source, *entry, *fresh, *given, *position; /* the next rows */
 } work;
 
 #define MOST_PARTS 24
@@ -108,9 +111,10 @@ static work work_for(const search *s, int64_t chunks, memory *m) {
         .present = room_for(m, n),
         .x = room_for(m, n * s->model->layers->size * sizeof(float)),
         .slot = room_for(m, n * s->cache->stride * sizeof(int32_t)),
-        .length = room_for(m, 5 * n * sizeof(int32_t)),
+        .length = room_for(m, 6 * n * sizeof(int32_t)),
     };
     w.source = w.length + n, w.entry = w.source + n, w.fresh = w.entry + n, w.given = w.fresh + n;
+    w.position = w.given + n;
     memset(w.ones, 1, n);
     for (int64_t i = 0; i < n; i++) w.entry[i] = (int32_t)i;
     return w;
@@ -269,8 +273,9 @@ static void advance(search *s, int64_t n, const work *w) {
         r++;
     }
     /* A loop of its own: in one with the product, sums are rounded in another way than by torch. */
-    for (int64_t r = 0; r < n; r++) {
-        const float *position = d->position + (c->length[r] - 1) * size;
+    for (int64_t r = 0; r < n; r++) w->position[r] = c->length[r] - 1;
+    for (int64_t r = 0; d->position && r < n; r++) {
+        const float *position = d->position + w->position[r] * size;
         for (int64_t j = 0; j < size; j++) w->x[r * size + j] += position[j];
     }
     if (d->first) normalize_rows(d->first, w->x, n, size, w->x);
@@ -278,8 +283,10 @@ static void advance(search *s, int64_t n, const work *w) {
     table given = {c->given_slot, c->given_stride, c->source, w->given, c->source, c->given_capacity,
                    c->given_memory};
     for (int64_t r = 0; c->given_slot && r < n; r++) w->given[r] = c->given_number[c->source[r]];
+    places at = {w->position, c->cosines, c->sines, d->bias, d->reach};
     longest = (longest / LANES + 1) * LANES;
-    run_layers(d->layers, w->x, n, &own, w->fresh, c->given_slot ? &given : 0, d->wide, longest, s->scratch);
+    run_layers(d->layers, w->x, n, &own, w->fresh, c->given_slot ? &given : 0, &at, d->wide, longest,
+               s->scratch);
     if (d->last) normalize_rows(d->last, w->x, n, size, w->x);
     multiply(d->head, w->x, n, 0, s->into, s->scratch);
     s->scores = s->into;

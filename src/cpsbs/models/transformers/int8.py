@@ -135,13 +135,16 @@ def _has_vnni() -> bool:
 
 
 class Int8Linear(nn.Module):
-    """A ``torch.nn.Linear`` with its weight rounded to int8; no gradients go through it."""
+    """A linear layer with its weight [out, in] rounded to int8; no gradients go through it."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    weight = None
+    """There is none in float32; T5 asks for its dtype if there is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.quantized = Int8Weight.of(layer.weight)
-        self.bias = None if layer.bias is None else layer.bias.detach()
+        self.out_features, self.in_features = weight.shape
+        self.quantized = Int8Weight.of(weight)
+        self.bias = None if bias is None else bias.detach()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b."""
@@ -149,13 +152,16 @@ class Int8Linear(nn.Module):
 
 
 def quantize(model: nn.Module) -> None:
-    """Replace every ``torch.nn.Linear`` of a float32 model on the CPU by one with int8 weights.
+    """Replace every linear layer of a float32 model on the CPU by one with int8 weights.
 
+    These are ``torch.nn.Linear`` and the Conv1D of GPT-2, which stores its weight transposed.
     Embeddings, norms and biases stay as they are.
 
     Raises:
         ValueError: if torch has no int8 kernels for this processor.
     """
+    from transformers.pytorch_utils import Conv1D
+
     if not int8_works():
         raise ValueError(
             "quantize is int8, but torch has no int8 kernels for this processor; leave it out"
@@ -163,7 +169,12 @@ def quantize(model: nn.Module) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                setattr(module, name, Int8Linear(child).train(child.training))
+                weight = child.weight
+            elif type(child) is Conv1D:
+                weight = child.weight.T
+            else:
+                continue
+            setattr(module, name, Int8Linear(weight, child.bias).train(child.training))
 
 
 def is_quantized(model: nn.Module) -> bool:

@@ -12,6 +12,23 @@ from cpsbs.models.transformers.direct.slots import Table
 
 
 @dataclass(frozen=True)
+class Distances:
+    """What is added to attention scores by how far keys are from queries.
+
+    Only compiled attention does so.
+    """
+
+    bias: Tensor
+    """[heads, 2·reach + 1] for keys from ``reach`` before the query to ``reach`` behind it; the
+    outermost ones hold for all keys beyond"""
+
+    @property
+    def reach(self) -> int:
+        """The distance from which on all are alike."""
+        return self.bias.shape[1] // 2
+
+
+@dataclass(frozen=True)
 class Heads:
     """The sizes of an attention block."""
 
@@ -54,13 +71,17 @@ def attend(
     used: int,
     table: Table,
     heads: Heads,
+    distances: Distances | None = None,
+    position: Tensor | None = None,
 ) -> Tensor:
     """Return [n, heads·dim] the attention of queries [n, heads·dim] to the slots of their rows.
 
-    The keys and values are [S, heads, capacity, dim], of which the first ``used`` slots count.
+    The keys and values are [S, heads, capacity, dim], of which the first ``used`` slots count. If
+    scores depend on distances, the positions of the rows [n] int32 are needed.
     """
     compiled = library()
     if compiled is None or heads.dim % LANES:
+        assert distances is None
         return _attend_by_torch(query, keys, values, capacity, used, table, heads)
     query = rows_of(query)
     out = torch.empty((len(query), heads.queries * heads.dim), dtype=torch.float32, device="cpu")
@@ -81,10 +102,15 @@ def attend(
         heads.queries // heads.keys,
         heads.dim,
         heads.scale,
+        *((None, 0, None) if distances is None else _fields(distances, position)),
         address(weight),
         address(out),
     )
     return out
+
+
+def _fields(distances: Distances, position: Tensor | None) -> tuple[int | None, int, int | None]:
+    return address(distances.bias), distances.reach, address(position)
 
 
 def _attend_by_torch(

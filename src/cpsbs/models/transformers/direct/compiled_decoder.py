@@ -20,6 +20,10 @@ HEAD_SHARE = 4
 because everything else is in the same call."""
 
 
+NO_END = 2**62
+"""The number of positions of a model that has one for every token."""
+
+
 class _Decoder(Fields):
     """Mirrors the structure ``decoder`` of ``steps.c``, field by field."""
 
@@ -27,6 +31,7 @@ class _Decoder(Fields):
         *(("token", POINTER), ("position", POINTER), ("positions", INTEGER)),
         *(("scale", ctypes.c_double), ("first", POINTER), ("last", POINTER)),
         *(("layers", POINTER), ("head", POINTER), ("wide", INTEGER)),
+        *(("bias", POINTER), ("reach", INTEGER)),
     )
 
 
@@ -38,7 +43,7 @@ class _Cache(Fields):
         *((name, INTEGER) for name in ("stride", "used", "capacity", "left")),
         *((name, POINTER) for name in ("memory", "given_slot", "given_number")),
         *((name, INTEGER) for name in ("given_stride", "given_capacity")),
-        ("given_memory", POINTER),
+        *((name, POINTER) for name in ("given_memory", "cosines", "sines")),
     )
 
 
@@ -64,13 +69,14 @@ class CompiledSteps:
         self._decoder = _Decoder.of(
             token=embed.tokens,
             position=embed.positions,
-            positions=embed.positions.shape[0],
+            positions=NO_END if embed.positions is None else embed.positions.shape[0],
             scale=float(embed.scale),
             first=first,
             last=last,
             layers=layers.address,
             head=head.compiled.address,
             wide=layers.wide,
+            **layers.distances(),
         )
         self._head = head.inputs * head.outputs
         self._vocab_size = head.outputs
@@ -119,6 +125,7 @@ class CompiledSteps:
             left=self._left,
             memory=slots.memory,
             **given,
+            **self._angles(slot.shape[1]),
         )
         self._rows = slot, of_rows
         scratch = self._layers.scratch(rows, max(slot.shape[1], given.get("given_stride", 0)))
@@ -138,6 +145,14 @@ class CompiledSteps:
         entry = torch.arange(rows, dtype=torch.int32, device="cpu")
         table = Table(slot[:rows, :longest], entry, length[:rows], source[:rows])
         self._slots.take(table, self._cache.used, self._left - self._cache.left)
+
+    def _angles(self, positions: int) -> dict[str, Any]:
+        """Return the rotation of so many positions, by the names of the fields."""
+        rotation = self._layers.places.rotation
+        if rotation is None:
+            return {}
+        cosines, sines = rotation.angles(positions)
+        return {"cosines": cosines, "sines": sines}
 
     def _given(self, encoded: Encoded) -> dict[str, Any]:
         """Return what the encoder has left, by the names of the fields."""

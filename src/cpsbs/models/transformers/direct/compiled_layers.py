@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from cpsbs.backends.cpu.compiled import INTEGER, LANES, POINTER, Fields, address, library
-from cpsbs.backends.cpu.products import in_one_thread
+from cpsbs.backends.cpu.products import ACTIVATIONS, in_one_thread
 from cpsbs.models.transformers.direct.attention import Heads
 from cpsbs.models.transformers.direct.layers import (
+    Gated,
     Layer,
     LayerNorm,
     Memory,
     Norm,
     NormFields,
+    Places,
     UpAndDown,
 )
 from cpsbs.models.transformers.direct.products import Product
@@ -30,7 +32,7 @@ class _Layer(ctypes.Structure):
     _fields_ = (
         *((name, NormFields) for name in ("own", "cross", "feed")),
         *((name, POINTER) for name in ("query_key_value", "out", "query", "cross_out")),
-        *((name, POINTER) for name in ("up", "down")),
+        *(("up", POINTER), ("down", POINTER), ("gate", INTEGER)),
     )
 
 
@@ -40,6 +42,15 @@ class _Table(Fields):
     _fields_ = (
         *(("slot", POINTER), ("stride", INTEGER), ("entry", POINTER), ("length", POINTER)),
         *(("source", POINTER), ("capacity", INTEGER), ("memory", POINTER)),
+    )
+
+
+class _Places(Fields):
+    """Mirrors the structure ``places`` of the C files, field by field."""
+
+    _fields_ = (
+        *((name, POINTER) for name in ("position", "cosines", "sines", "bias")),
+        ("reach", INTEGER),
     )
 
 
@@ -55,8 +66,12 @@ class _Stack(ctypes.Structure):
 class CompiledLayers:
     """The layers of an encoder or a decoder; ``of`` makes one where that is possible."""
 
-    def __init__(self, layers: tuple[Layer, ...], heads: Heads, norm_first: bool) -> None:
+    def __init__(
+        self, layers: tuple[Layer, ...], heads: Heads, norm_first: bool, places: Places
+    ) -> None:
         self._kept = layers  # whose addresses are held here
+        self.places = places
+        """How the layers tell positions apart."""
         self._layers = (_Layer * len(layers))(*map(_layer, layers))
         size = layers[0].out.outputs
         group = heads.queries // heads.keys
@@ -74,17 +89,19 @@ class CompiledLayers:
         """How many of them the products for one row take."""
 
     @staticmethod
-    def of(layers: tuple[Layer, ...], heads: Heads, norm_first: bool) -> CompiledLayers | None:
+    def of(
+        layers: tuple[Layer, ...], heads: Heads, norm_first: bool, places: Places
+    ) -> CompiledLayers | None:
         """Return the layers, or None if some part of them is not compiled."""
         parts = all(
-            isinstance(layer.feed, UpAndDown)
+            _is_compiled(layer.feed)
             and all(product.compiled is not None for product in _products(layer))
             and all(isinstance(norm, LayerNorm) for norm in _norms(layer))
             for layer in layers
         )
         if library() is None or not parts or heads.dim % LANES:
             return None
-        return CompiledLayers(layers, heads, norm_first)
+        return CompiledLayers(layers, heads, norm_first, places)
 
     def suits(self, rows: int) -> bool:
         """Return whether the largest product for so many rows is best done in one thread."""
@@ -101,10 +118,16 @@ class CompiledLayers:
         size = (rows * (4 * self._row + self._inputs + 4) + floats) // 8 + 1
         return scratch_buffer(size, torch.device("cpu"))
 
+    def distances(self) -> dict[str, Any]:
+        """Return what attention scores gain by distances, by the names of the fields."""
+        distances = self.places.distances
+        return {} if distances is None else {"bias": distances.bias, "reach": distances.reach}
+
     def run(
         self,
         x: Tensor,
         own: Memory,
+        position: Tensor,
         table: Table | None = None,
         encoded: list[tuple[Tensor, Tensor]] | None = None,
         length: int = 0,
@@ -114,6 +137,7 @@ class CompiledLayers:
         Args:
             x: the input.
             own: the keys and values of the rows; those of x are added.
+            position: [n] int32, the positions of the rows.
             table: what rows attend to of the encoder's states.
             encoded: the keys and values of these, for each layer.
             length: their number for each source.
@@ -132,6 +156,11 @@ class CompiledLayers:
         scratch = self.scratch(rows, longest)
         compiled = library()
         assert compiled is not None
+        at: Any = _Places.of(position=position, **self.distances())
+        if self.places.rotation is not None:
+            last = int(position.max()) if rows else 0
+            cosines, sines = self.places.rotation.angles(last + 1)
+            at.replace(cosines=cosines, sines=sines)
         compiled.run_layers(
             self.address,
             address(x),
@@ -139,6 +168,7 @@ class CompiledLayers:
             ctypes.addressof(mine),
             address(own.new),
             None if given is None else ctypes.addressof(given),
+            ctypes.addressof(at),
             self.wide,
             LANES * (longest // LANES + 1),
             address(scratch),
@@ -155,6 +185,13 @@ def _table(table: Table, memory: list[Tensor], capacity: int) -> Fields:
         source=table.source,
         capacity=capacity,
         memory=memory,
+    )
+
+
+def _is_compiled(feed: Any) -> bool:
+    """Return whether compiled functions know this kind of feed-forward block."""
+    return isinstance(feed, UpAndDown) or (
+        isinstance(feed, Gated) and feed.activation in ACTIVATIONS
     )
 
 
@@ -182,6 +219,7 @@ def _layer(layer: Layer) -> _Layer:
         None if cross is None else _address(cross.out),
         _address(feed.up),
         _address(feed.down),
+        ACTIVATIONS[feed.activation] if isinstance(feed, Gated) else -1,
     )
 
 
@@ -192,4 +230,4 @@ def _address(product: Product) -> int:
 
 def _norm(norm: Norm | None) -> NormFields:
     """Return a norm, or one that is not there, as compiled functions read it."""
-    return norm.fields if isinstance(norm, LayerNorm) else NormFields(None, None, 0.0)
+    return norm.fields if isinstance(norm, LayerNorm) else NormFields(None, None, 0.0, 1)

@@ -7,7 +7,6 @@ ones; keys and values lie in ``Slots``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -18,11 +17,12 @@ from cpsbs.backends.cpu.compiled import library
 from cpsbs.models.transformers.direct.attention import Heads, attend, put
 from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
 from cpsbs.models.transformers.direct.layers import (
+    EMBEDDED,
     Cross,
     Embed,
     Layer,
     Norm,
-    Rotate,
+    Places,
     attend_to_rows,
     block,
 )
@@ -48,8 +48,8 @@ class Decoder:
     """What normalises the output of the last layer."""
     head: Product
     """The projection to the scores of the vocabulary."""
-    rotate: Callable[[Tensor], Rotate] | None = None
-    """Maps positions [n] to a function that rotates queries or keys [n, heads, dim] there."""
+    places: Places = EMBEDDED
+    """How the layers tell positions apart."""
 
     def step(self, token: Tensor, slots: Slots, encoded: Encoded | None) -> Tensor:
         """Return the scores [n, V] after the tokens [n].
@@ -66,14 +66,14 @@ class Decoder:
             whole = None
         if whole is not None and (encoded is None or self.layers[0].cross is not None):
             if encoded is None:
-                x = whole.run(x, slots)
+                x = whole.run(x, slots, position)
             else:
                 table = encoded.table(slots.table)
-                x = whole.run(x, slots, table, encoded.layers, encoded.length)
+                x = whole.run(x, slots, position, table, encoded.layers, encoded.length)
             return self.head(x if self.norm is None else self.norm(x))
-        rotate = None if self.rotate is None else self.rotate(position)
         for number, layer in enumerate(self.layers):
-            attend_to_prefix = partial(attend_to_rows, layer, number, self.heads, slots, rotate)
+            given = (layer, number, self.heads, slots, self.places, position)
+            attend_to_prefix = partial(attend_to_rows, *given)
             x = block(self.norm_first, layer.norm, x, attend_to_prefix)
             if layer.cross is not None and encoded is not None:
                 attend_to_source = partial(
@@ -86,9 +86,9 @@ class Decoder:
     @cached_property
     def compiled(self) -> CompiledLayers | None:
         """The layers as one compiled call; None if some part of them is not compiled."""
-        if self.rotate is not None or library() is None:
+        if library() is None:
             return None
-        return CompiledLayers.of(self.layers, self.heads, self.norm_first)
+        return CompiledLayers.of(self.layers, self.heads, self.norm_first, self.places)
 
     def _attend_to_source(
         self,

@@ -11,7 +11,15 @@ from torch import Tensor
 from cpsbs.backends.cpu.compiled import library
 from cpsbs.models.transformers.direct.attention import Heads
 from cpsbs.models.transformers.direct.compiled_layers import CompiledLayers
-from cpsbs.models.transformers.direct.layers import Embed, Layer, Norm, attend_to_rows, block
+from cpsbs.models.transformers.direct.layers import (
+    EMBEDDED,
+    Embed,
+    Layer,
+    Norm,
+    Places,
+    attend_to_rows,
+    block,
+)
 from cpsbs.models.transformers.direct.slots import Table, memory_for_slots
 
 
@@ -26,6 +34,19 @@ class Encoder:
     """Whether a block normalises its input rather than its output."""
     norm: Norm | None
     """What normalises the output of the last layer."""
+    places: Places = EMBEDDED
+    """How the layers tell positions apart."""
+
+    def suits(self, mask: Tensor) -> bool:
+        """Return whether the states of sources with this mask [S, T] can be computed.
+
+        Rows know only which tokens of their sources they are. If distances count, that must tell
+        them, too: there must be no padding between tokens.
+        """
+        if self.places.distances is None:
+            return True
+        begins = mask[:, 1:] & ~mask[:, :-1]
+        return bool((begins.sum(-1) + mask[:, 0] == 1).all())
 
     def states(self, tokens: Tensor, mask: Tensor) -> Tensor:
         """Return [S, T, d] the encoder's states; zero where there is padding.
@@ -41,9 +62,10 @@ class Encoder:
         if whole is not None and not whole.suits(x.shape[0]):
             whole = None
         if whole is not None:
-            x = whole.run(x, rows)
+            x = whole.run(x, rows, rows.new)
         for layer in self.layers if whole is None else ():
-            attend_to_source = partial(attend_to_rows, layer, 0, self.heads, rows, None)
+            given = (layer, 0, self.heads, rows, self.places, rows.new)
+            attend_to_source = partial(attend_to_rows, *given)
             x = block(self.norm_first, layer.norm, x, attend_to_source)
             x = block(self.norm_first, layer.feed_norm, x, layer.feed)
         x = x if self.norm is None else self.norm(x)
@@ -53,7 +75,7 @@ class Encoder:
 
     @cached_property
     def _compiled(self) -> CompiledLayers | None:
-        return CompiledLayers.of(self.layers, self.heads, self.norm_first)
+        return CompiledLayers.of(self.layers, self.heads, self.norm_first, self.places)
 
 
 class _AllRows:

@@ -56,7 +56,7 @@ def encoded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor | None:
     with PREPARING:
         known = prepared(model)
         encoder = known.encoder
-        if encoder is None:
+        if encoder is None or not encoder.suits(mask):
             return None
         if one_thread() not in known.encoder_verified:
             try:

@@ -8,31 +8,37 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, silu
 
-from cpsbs.models.transformers.direct.attention import Heads
+from cpsbs.backends.cpu.compiled import attends
+from cpsbs.models.transformers.direct.attention import Distances, Heads
 from cpsbs.models.transformers.direct.decoder import Decoder
 from cpsbs.models.transformers.direct.encoder import Encoder
 from cpsbs.models.transformers.direct.layers import (
     Cross,
     Embed,
     Embedding,
+    FeedForward,
+    Gated,
     Layer,
     LayerNorm,
     Norm,
+    Places,
     UpAndDown,
 )
 from cpsbs.models.transformers.direct.products import ACTIVATIONS, Product, product_of
+from cpsbs.models.transformers.direct.rotation import Rotation
 from cpsbs.models.transformers.int8 import Int8Linear
 
 MOST_COPIED = 2**30
 """The most bytes of weights that are copied into another layout; larger models are used as they
 are."""
+
+ROTATIONS = ("default", "linear", "llama3", "yarn")
+"""The rotary embeddings of transformers whose angles depend on positions alone."""
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
@@ -185,7 +191,8 @@ def _gpt2(model: Any) -> Decoder:
     activation = _activation(config.activation_function)
 
     def product(layer: Any, activation: str | None = None) -> Product:
-        return Product([(layer.weight.T, layer.bias)], activation, copy)
+        weight = layer.quantized if isinstance(layer, Int8Linear) else layer.weight.T
+        return Product([(weight, layer.bias)], activation, copy)
 
     layers = []
     for block in decoder.h:
@@ -213,11 +220,16 @@ def _gpt2(model: Any) -> Decoder:
 
 
 def _llama(model: Any) -> Decoder:
-    """Llama: RMS norm first, rotary positions, a gate, and keys that several queries share."""
+    """Llama and others: RMS norm first, rotary positions, a gate, and keys that queries share."""
     decoder, config, copy = model.model, model.config, _copies(model)
     activation = _activation(config.hidden_act)
-    if activation not in ("silu", "swish"):
-        raise UnknownArchitectureError(f"its gate is {activation}")
+    kinds = getattr(config, "layer_types", None)
+    if getattr(config, "sliding_window", None) and (not kinds or {*kinds} != {"full_attention"}):
+        raise UnknownArchitectureError("its layers attend to a sliding window")
+    if decoder.rotary_emb.rope_type not in ROTATIONS:
+        raise UnknownArchitectureError(
+            f"its rotation, {decoder.rotary_emb.rope_type}, may depend on the length"
+        )
     layers = []
     for layer in decoder.layers:
         own, mlp = layer.self_attn, layer.mlp
@@ -229,20 +241,110 @@ def _llama(model: Any) -> Decoder:
                 product_of(own.o_proj, copy=copy),
                 None,
                 _rms_norm(layer.post_attention_layernorm),
-                partial(_gated, both, product_of(mlp.down_proj, copy=copy)),
+                Gated(both, activation, product_of(mlp.down_proj, copy=copy)),
             )
         )
     attention = decoder.layers[0].self_attn
     dim, queries = attention.head_dim, config.num_attention_heads
     return Decoder(
-        embed=lambda token, position: embedding(token, decoder.embed_tokens.weight),
+        embed=Embedding(decoder.embed_tokens.weight.detach(), 1.0, None, None),
         layers=tuple(layers),
         heads=Heads(queries, config.num_key_value_heads, dim, attention.scaling),
         norm_first=True,
         norm=_rms_norm(decoder.norm),
         head=_head(model.lm_head, None, copy),
-        rotate=partial(_rotation, decoder.rotary_emb),
+        places=Places(rotation=Rotation(decoder.rotary_emb)),
     )
+
+
+def _t5(model: Any) -> Decoder:
+    """T5: RMS norm first, and scores of attention that depend on distances."""
+    config, copy = model.config, _copies(model)
+    layers = []
+    for block, plain in zip(model.decoder.block, _t5_layers(model.decoder, copy), strict=True):
+        other = block.layer[1].EncDecAttention
+        cross = Cross(
+            _rms_norm(block.layer[1].layer_norm),
+            product_of(other.q, copy=copy),
+            product_of(other.k, other.v, copy=copy),
+            product_of(other.o, copy=copy),
+        )
+        layers.append(replace(plain, cross=cross))
+    norm = _rms_norm(model.decoder.final_layer_norm)
+    if getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+        norm = replace(norm, weight=norm.weight * config.d_model**-0.5)
+    return Decoder(
+        embed=Embedding(model.decoder.embed_tokens.weight.detach(), 1.0, None, None),
+        layers=tuple(layers),
+        heads=_t5_heads(model.decoder),
+        norm_first=True,
+        norm=norm,
+        head=_head(model.lm_head, None, copy),
+        places=_t5_places(model.decoder),
+    )
+
+
+def _t5_encoder(model: Any) -> Encoder:
+    encoder = model.encoder
+    return Encoder(
+        embed=Embedding(encoder.embed_tokens.weight.detach(), 1.0, None, None),
+        layers=tuple(_t5_layers(encoder, _copies(model))),
+        heads=_t5_heads(encoder),
+        norm_first=True,
+        norm=_rms_norm(encoder.final_layer_norm),
+        places=_t5_places(encoder),
+    )
+
+
+def _t5_layers(stack: Any, copy: bool) -> list[Layer]:
+    """Return the layers of an encoder or a decoder, without cross-attention."""
+    layers = []
+    for block in stack.block:
+        own, feed = block.layer[0].SelfAttention, block.layer[-1].DenseReluDense
+        activation = _activation(stack.config.dense_act_fn)
+        down = product_of(feed.wo, copy=copy)
+        run: FeedForward
+        if hasattr(feed, "wi_0"):
+            run = Gated(product_of(feed.wi_0, feed.wi_1, copy=copy), activation, down)
+        else:
+            run = UpAndDown(product_of(feed.wi, activation=activation, copy=copy), down)
+        layers.append(
+            Layer(
+                _rms_norm(block.layer[0].layer_norm),
+                product_of(own.q, own.k, own.v, copy=copy),
+                product_of(own.o, copy=copy),
+                None,
+                _rms_norm(block.layer[-1].layer_norm),
+                run,
+            )
+        )
+    return layers
+
+
+def _t5_heads(stack: Any) -> Heads:
+    attention = stack.block[0].layer[0].SelfAttention
+    number, dim = attention.n_heads, attention.key_value_proj_dim
+    if not attends(dim):
+        raise UnknownArchitectureError(
+            "its attention depends on distances, and there is no compiled attention for it"
+        )
+    return Heads(number, number, dim, attention.scaling)
+
+
+def _t5_places(stack: Any) -> Places:
+    """Return what the first layer of a stack adds to the scores of all layers."""
+    attention = stack.block[0].layer[0].SelfAttention
+    if any(block.layer[0].SelfAttention.has_relative_attention_bias for block in stack.block[1:]):
+        raise UnknownArchitectureError("every layer has another bias of distances")
+    reach = attention.relative_attention_max_distance
+    bucket = attention._relative_position_bucket(
+        torch.arange(-reach, reach + 1, device="cpu"),
+        bidirectional=not attention.is_decoder,
+        num_buckets=attention.relative_attention_num_buckets,
+        max_distance=reach,
+    )
+    bias = attention.relative_attention_bias.weight.detach()[bucket].T.contiguous()
+    return Places(distances=Distances(bias))
 
 
 FAMILIES: dict[str, Callable[[Any], Decoder]] = {
@@ -250,40 +352,24 @@ FAMILIES: dict[str, Callable[[Any], Decoder]] = {
     "BartForConditionalGeneration": _bart,
     "GPT2LMHeadModel": _gpt2,
     "LlamaForCausalLM": _llama,
+    "MistralForCausalLM": _llama,
+    "Qwen2ForCausalLM": _llama,
+    "T5ForConditionalGeneration": _t5,
+    "MT5ForConditionalGeneration": _t5,
 }
 """The function that finds the parts of each architecture, by the name of its class."""
 
 ENCODERS: dict[str, Callable[[Any], Encoder]] = {
     "MarianMTModel": _bart_encoder,
     "BartForConditionalGeneration": _bart_encoder,
+    "T5ForConditionalGeneration": _t5_encoder,
+    "MT5ForConditionalGeneration": _t5_encoder,
 }
 """The same for encoders."""
 
 
-def _gated(both: Product, down: Product, x: Tensor, residual: Tensor) -> Tensor:
-    gate, up = both(x).chunk(2, dim=-1)
-    return down(silu(gate).mul_(up), residual)
-
-
-def _rms_norm(module: Any) -> Norm:
-    weight, eps = module.weight, module.variance_epsilon
-    return lambda x: torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
-
-
-def _rotation(module: Any, position: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return the function that rotates heads [n, heads, dim] by their positions [n]."""
-    cos, sin = (
-        x[0, :, None]
-        for x in module(torch.empty(0, dtype=torch.float32, device="cpu"), position[None])
-    )
-
-    def rotated(x: Tensor) -> Tensor:
-        half = x.shape[-1] // 2
-        turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-        product: Tensor = x * cos + turned * sin
-        return product
-
-    return rotated
+def _rms_norm(module: Any) -> LayerNorm:
+    return LayerNorm(module.weight.detach(), None, module.variance_epsilon, centred=False)
 
 
 def _head(layer: Any, bias: Tensor | None, copy: bool) -> Product:

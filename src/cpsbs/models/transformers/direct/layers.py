@@ -15,9 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cpsbs.backends.cpu.compiled import POINTER, address, library
-from cpsbs.models.transformers.direct.attention import Heads, attend, put
-from cpsbs.models.transformers.direct.products import Product
+from cpsbs.backends.cpu.compiled import INTEGER, POINTER, address, library
+from cpsbs.backends.cpu.products import gated_rows
+from cpsbs.models.transformers.direct.attention import Distances, Heads, attend, put
+from cpsbs.models.transformers.direct.products import ACTIVATIONS, Product
+from cpsbs.models.transformers.direct.rotation import Rotation
 from cpsbs.models.transformers.direct.slots import Table
 
 Norm = Callable[[Tensor], Tensor]
@@ -30,16 +32,23 @@ FeedForward = Callable[[Tensor, Tensor], Tensor]
 class NormFields(ctypes.Structure):
     """Mirrors the structure ``norm`` of the C files, field by field."""
 
-    _fields_ = (("weight", POINTER), ("bias", POINTER), ("eps", ctypes.c_double))
+    _fields_ = (
+        *(("weight", POINTER), ("bias", POINTER)),
+        *(("eps", ctypes.c_double), ("centred", INTEGER)),
+    )
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Rows less their means, over their standard deviations, with a weight and a bias."""
+    """Rows less their means, over their standard deviations, with a weight and a bias.
+
+    Without centring, rows over their root mean squares.
+    """
 
     weight: Tensor
     bias: Tensor | None
     eps: float
+    centred: bool = True
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the normalised rows.
@@ -50,7 +59,9 @@ class LayerNorm:
         compiled = library()
         if compiled is None:
             size = self.weight.shape
-            return torch.nn.functional.layer_norm(x, size, self.weight, self.bias, self.eps)
+            if self.centred:
+                return torch.nn.functional.layer_norm(x, size, self.weight, self.bias, self.eps)
+            return torch.nn.functional.rms_norm(x, size, self.weight, self.eps)
         x = x.contiguous()
         out = torch.empty_like(x)
         fields = ctypes.addressof(self.fields)
@@ -60,7 +71,7 @@ class LayerNorm:
     @cached_property
     def fields(self) -> NormFields:
         """The norm as compiled functions read it."""
-        return NormFields(address(self.weight), address(self.bias), self.eps)
+        return NormFields(address(self.weight), address(self.bias), self.eps, self.centred)
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,24 @@ class UpAndDown:
         return self.down(self.up(x), residual)
 
 
+@dataclass(frozen=True)
+class Gated:
+    """A feed-forward block whose first product makes two halves: the gate and what it lets pass."""
+
+    up: Product
+    activation: str
+    down: Product
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Return the output of the block + residual."""
+        both = self.up(x)
+        passed = gated_rows(both, self.activation)
+        if passed is None:
+            gate, value = both.chunk(2, dim=-1)
+            passed = ACTIVATIONS[self.activation][2](gate) * value
+        return self.down(passed, residual)
+
+
 Embed = Callable[[Tensor, Tensor], Tensor]
 """Maps tokens [n] and their positions [n] to rows [n, d]."""
 
@@ -86,8 +115,8 @@ class Embedding:
     tokens: Tensor
     """[V, d]"""
     scale: float
-    positions: Tensor
-    """[T, d]"""
+    positions: Tensor | None
+    """[T, d]; None if layers tell positions apart in other ways"""
     norm: Norm | None
 
     def __call__(self, token: Tensor, at: Tensor) -> Tensor:
@@ -95,12 +124,9 @@ class Embedding:
         x = torch.nn.functional.embedding(token, self.tokens)
         if self.scale != 1.0:
             x *= self.scale
-        x += self.positions.index_select(0, at)
+        if self.positions is not None:
+            x += self.positions.index_select(0, at)
         return x if self.norm is None else self.norm(x)
-
-
-Rotate = Callable[[Tensor], Tensor]
-"""Rotates queries or keys [n, heads, dim] by the positions of their rows."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +169,18 @@ class Memory(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Places:
+    """How the layers of a stack tell apart the positions of rows in their sequences."""
+
+    rotation: Rotation | None = None
+    distances: Distances | None = None
+
+
+EMBEDDED = Places()
+"""They do not: positions are in the embeddings."""
+
+
 def block(norm_first: bool, norm: Norm, x: Tensor, run: FeedForward) -> Tensor:
     """Return x + run(x), normalised before or after."""
     return run(norm(x), x) if norm_first else norm(run(x, x))
@@ -153,7 +191,8 @@ def attend_to_rows(
     number: int,
     heads: Heads,
     slots: Memory,
-    rotate: Rotate | None,
+    places: Places,
+    position: Tensor,
     x: Tensor,
     residual: Tensor,
 ) -> Tensor:
@@ -164,17 +203,19 @@ def attend_to_rows(
         number: its number.
         heads: the sizes of the attention.
         slots: keeps the keys and values, those of x from now on.
-        rotate: what turns queries and keys by their positions, if the model does so.
+        places: how the layer tells positions apart.
+        position: [n] int32, the positions of the rows.
         x: [n, d] the input of the block.
         residual: [n, d] what is added to the output.
     """
     own, shared = heads.queries * heads.dim, heads.keys * heads.dim
     query, key, value = torch.split(layer.query_key_value(x), [own, shared, shared], dim=-1)
-    if rotate is not None:
-        query = rotate(query.reshape(-1, heads.queries, heads.dim)).flatten(1)
-        key = rotate(key.reshape(-1, heads.keys, heads.dim)).flatten(1)
+    if places.rotation is not None:
+        query = places.rotation(query, position)
+        key = places.rotation(key, position)
     keys, values = slots.memory[2 * number : 2 * number + 2]
     for memory, rows in ((keys, key), (values, value)):
         put(rows, memory, slots.capacity, slots.table.source, slots.new, heads)
-    attended = attend(query, keys, values, slots.capacity, slots.used, slots.table, heads)
+    given = (query, keys, values, slots.capacity, slots.used, slots.table, heads)
+    attended = attend(*given, places.distances, position)
     return layer.out(attended, residual)

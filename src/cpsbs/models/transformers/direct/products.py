@@ -27,6 +27,7 @@ ACTIVATIONS: dict[str, tuple[str, str, Callable[[Tensor], Tensor]]] = {
     "swish": ("swish", "", functional.silu),
     "gelu": ("gelu", "none", functional.gelu),
     "gelu_new": ("gelu", "tanh", functools.partial(functional.gelu, approximate="tanh")),
+    "gelu_pytorch_tanh": ("gelu", "tanh", functools.partial(functional.gelu, approximate="tanh")),
 }
 """Activations by the names of transformers: oneDNN's name and variant, and torch's function."""
 
