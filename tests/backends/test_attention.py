@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -183,7 +184,62 @@ def check_that_nothing_seen_is_finite() -> None:
                 assert bool(found.isfinite().all())
 
 
-@pytest.mark.parametrize("check", [check_small, check_many_rows, check_that_nothing_seen_is_finite])
+def check_values_that_are_not_finite() -> None:
+    """They spread to the hypotheses that refer to them, and to no others of the source."""
+    from cpsbs.backends.triton.kernels.attention import attend_by_table, suits_tree
+
+    case = Case(3, 1, 32, [5, 20], torch.float32, "cpu")
+    case.place[:] = torch.arange(3, dtype=torch.int32)[:, None]  # every row has its own past
+    cache, position = torch.zeros_like(case.cache), case.position.clone()
+    assert suits_tree(3, 1, 32, torch.float32)
+    for new, broken in ((case.new, True), (case.normal(2, 6, HEADS, 1, 32), False)):
+        new = new.clone()
+        if broken:
+            new[1, 1] = torch.inf
+        table = (case.query, (new[0], new[1]), (cache[0], cache[1]), case.place, position)
+        found = attend_by_table(*table, None, None, None, 40)
+        finite = found.isfinite().all(-1).all(-1).flatten().tolist()
+        assert finite == [True, not broken, True, True, True, True]
+        position += 1
+
+
+def check_little_shared_memory() -> None:
+    """Fewer keys at a time, or one row at a time, give the same."""
+    from triton.runtime.errors import OutOfResources
+
+    from cpsbs.backends.triton.kernels import attention, tree_attention
+
+    right, tried = tree_attention.attend, list[int]()
+
+    class Small:
+        most = 64
+
+        def __getitem__(self, grid: Any) -> Callable[..., None]:
+            def launch(*args: Any, **kwargs: Any) -> None:
+                tried.append(kwargs["BLOCK"])
+                if self.most < tried[-1]:
+                    raise OutOfResources(300_000, 100_000, "shared memory")
+                right[grid](*args, **kwargs)
+
+            return launch
+
+    case = Case(3, 1, 64, [37, 12], torch.float32, "cpu")
+    with patch.object(tree_attention, "attend", Small()), patch.dict(attention._BLOCKS, clear=True):
+        check_by_table(case, None, None, None)
+        check_by_table(case, None, None, None)
+        assert tried == [128, 64, 64]
+        Small.most = 0
+        check_by_table(case, *case.masks(case.window)[1], None)
+        assert tried[3:] == [128, 64, 32]
+
+
+@pytest.mark.parametrize(
+    "check",
+    [
+        *(check_small, check_many_rows, check_that_nothing_seen_is_finite),
+        *(check_values_that_are_not_finite, check_little_shared_memory),
+    ],
+)
 def test_in_the_interpreter(check: Callable[[], None], interpreter: Interpreter) -> None:
     interpreter.run(check)
 
@@ -360,6 +416,7 @@ def test_a_kernel_that_fails(by_kernel: Asked, caplog: pytest.LogCaptureFixture)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     """Every pair of rows, groups and dimensions would be better, but each takes a compiler long."""
     shapes = [(1, 1, 8), (3, 4, 48), (20, 1, 64), (3, 8, 80), (20, 4, 128), (20, 8, 64), (1, 4, 64)]
+    shapes += [(5, 4, 128), (10, 1, 128), (3, 1, 256)]  # in one program a source
     check_numerics([(*shape, dtype) for shape in shapes], "cuda", masks=3)
 
 

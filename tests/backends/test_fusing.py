@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpsbs.backends.triton import fusing
@@ -100,7 +101,29 @@ def check_products() -> None:
     assert not few_rows.suits(80, 256, 100)
 
 
-@pytest.mark.parametrize("check", [check_products, check_few_rows])
+def check_more_rows_than_fit() -> None:
+    """Kernels that suit one search may need more memory than there is for another."""
+    let_the_interpreter_multiply_bfloat16()
+    model = few("cpu", torch.float16)
+    right = few_rows.products_in_parts
+
+    def limited(x: Tensor, *weights: Tensor) -> Tensor:
+        if len(x) > 16:
+            raise RuntimeError("out of resource: shared memory")
+        return right(x, *weights)
+
+    with patch.object(few_rows, "products_in_parts", limited), torch.no_grad():
+        small = Pair(model, k=2)
+        assert small.fix(8)
+        assert held_by(small)._fuses
+        small.agree(2, atol=0.02)
+        large = Pair(model, k=12)
+        assert large.fix(8)
+        assert not held_by(large)._fuses
+        large.agree(2, atol=0.02)
+
+
+@pytest.mark.parametrize("check", [check_products, check_few_rows, check_more_rows_than_fit])
 def test_few_rows_in_the_interpreter(check: Callable[[], None], interpreter: Interpreter) -> None:
     interpreter.run(check)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -16,9 +18,12 @@ from cpsbs.designs import design_named
 from cpsbs.randomness import Streams, split_seed
 from cpsbs.search import scheduler
 from cpsbs.search.recursion import Transition
+from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.settings import SearchSettings
-from tests.backends.fixing import FIXING, fix_rows_on_cpu
+from tests.backends.fixing import FIXING, FixingBackend, fix_rows_on_cpu
 from tests.models.tiny import EOS, make, prompts
+
+CPU = torch.device("cpu")
 
 
 def more_ends(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -200,6 +205,95 @@ def test_error_bars_do_not_keep_steps_from_being_recorded() -> None:
         assert transition.recordable == expected
         other = Transition(replace(settings, joint=not joint), (1,), 0, TORCH)
         assert transition.key != other.key
+
+
+def test_callers_have_the_model_for_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is computed ahead has ended when beams are handed over: a model may be trained then."""
+    fix_rows(monkeypatch)
+    model, right = make("gpt2").double(), TransformersModel.prefill
+    handed_over, begun = threading.Event(), list[bool]()
+
+    def slow(self: TransformersModel) -> torch.Tensor:
+        time.sleep(0.05)
+        begun.append(handed_over.is_set())
+        return right(self)
+
+    monkeypatch.setattr(TransformersModel, "prefill", slow)
+    # Each has more sources than the one before, so that it has to wait until that one has ended.
+    inputs = [{name: x.repeat(n, 1) for name, x in prompts(model).items()} for n in (1, 2, 3)]
+    models = [TransformersModel(model, **given) for given in inputs]
+    for _ in search_each(models, 2, "top-k", max_length=4, generator=1):
+        handed_over.set()
+        time.sleep(0.1)
+        handed_over.clear()
+    assert begun == [False, False, False]
+
+
+def test_the_path_of_a_request_holds_up_no_memory_of_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fix_rows(monkeypatch)
+    model, running, beside = make("gpt2").double(), 0, []
+
+    class Noted(TransformersModel):
+        def prefill(self) -> torch.Tensor:
+            beside.append(running)
+            return super().prefill()
+
+    models = [Noted(model, **prompts(model)) for _ in range(3)]
+    for _ in search_each(models, 2, "top-k", max_length=12, generator=1, path=True):
+        running += 1
+    assert beside == [0, 1, 2]
+
+
+class Scarce(FunctionModel):
+    """A model for which there is too little memory as long as others run."""
+
+    def __init__(self, running: list[int]) -> None:
+        super().__init__(lambda x: torch.zeros(len(x), 4), 4, eos=0)
+        self._running = running
+
+    def start(self) -> torch.Tensor:
+        if self._running:
+            raise torch.OutOfMemoryError("no more")
+        return super().start()
+
+
+def test_what_does_not_fit_beside_others_waits_for_them() -> None:
+    running: list[int] = []
+
+    def request() -> Request:
+        model = Scarce(running)
+        return Request(model, Streams(split_seed(0, 1, CPU), 1, CPU, TORCH), TORCH, {})
+
+    first, second = request(), request()
+    queue = RequestQueue([first, second])
+    assert queue.begin() is first
+    running.append(1)
+    assert queue.peek() is second
+    assert queue.started() is None
+    assert queue.started() is None
+    queue.settle()
+    running.clear()
+    assert queue.begin() is second
+    assert second.take_first_scores().shape == (1, 4)
+
+
+def test_a_rehearsal_is_waited_for_when_rows_cannot_be_fixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fix_rows(monkeypatch)
+    waited = []
+    monkeypatch.setattr(FixingBackend, "rehearse", lambda *_: lambda: waited.append(1))
+
+    class NoRoom(TransformersModel):
+        def fix_rows(self, *args: Any) -> bool:
+            raise torch.OutOfMemoryError("no more")
+
+    model = make("gpt2").double()
+    with pytest.raises(torch.OutOfMemoryError):
+        search(NoRoom(model, **prompts(model)), 2, "top-k", max_length=4)
+    assert waited == [1, 1]  # the search is tried twice
 
 
 def test_random_streams_are_checked() -> None:

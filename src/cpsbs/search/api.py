@@ -212,9 +212,10 @@ def _fix_rows(model: FixedRowModel, settings: SearchSettings, request: Request) 
     """Fix the rows of a model that has started, if that is possible."""
     transition = Transition.of(model, settings, request.backend)
     wait = rehearse(transition, model)
-    fixed = model.fix_rows(settings.k, settings.max_length - 1, request.backend)
-    wait()
-    return fixed
+    try:
+        return model.fix_rows(settings.k, settings.max_length - 1, request.backend)
+    finally:
+        wait()
 
 
 def _progress(queue: RequestQueue, settings: SearchSettings) -> Iterator[bool]:

@@ -30,13 +30,22 @@ def rehearse(transition: Transition, model: FixedRowModel) -> Callable[[], None]
     if not isinstance(model, TypedRowModel) or not transition.recordable:
         return lambda: None
     settings, later = transition.settings, model.step_dtype
-    take = partial(_take, transition, model.sources, model.vocab_size, torch.device(model.device))
+    device = torch.device(model.device)
+    take = partial(_take, transition, _few(model.sources), model.vocab_size, device)
     steps = [
         partial(take, settings.design.roots(settings.k), torch.float32),
         partial(take, settings.k, later),
     ]
     key = (transition.key, model.vocab_size, later)
     return transition.backend.rehearse(key, steps)
+
+
+def _few(sources: int) -> int:
+    """Return a small number of sources for which the kernels are the same.
+
+    A compiler makes use of sizes that are divisible by 16.
+    """
+    return sources if sources < 16 else 16 + sources % 16
 
 
 def _take(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cpsbs.backends import Backend
@@ -41,6 +42,11 @@ class Request:
         if self._first_scores is None:
             begun, self._begun = self._begun, None
             self._first_scores = self._start() if begun is None else begun()
+
+    @property
+    def is_begun_ahead(self) -> bool:
+        """Whether the model is being started in another thread."""
+        return self._begun is not None
 
     def prefill_ahead(self) -> None:
         """Begin with ``prefill``, in another thread if the backend has one and the model allows."""
@@ -89,6 +95,8 @@ class RequestQueue:
         self._waiting: Request | None = None
         self._next: Request | None = None
         """The request after the waiting one, if ``several`` has asked for it."""
+        self._postponed = False
+        """Whether there was too little memory to start the waiting one beside those that run."""
         self._begun = deque[Request]()
         self._error: Exception | None = None
 
@@ -104,27 +112,45 @@ class RequestQueue:
                 if self._begun and self._waiting is not None:
                     self._waiting.prefill_ahead()
             except Exception as error:
-                self._waiting, self._error = None, error
+                self._failed(error)
         if self._error is not None and self._waiting is None and not self._begun:
             raise self._error
         return self._waiting
 
     def started(self) -> Request | None:
-        """Return what ``peek`` returns, once its model has started."""
+        """Return what ``peek`` returns, once its model has started.
+
+        None also if there is too little memory for it beside those that have begun. It is then
+        started when they are done.
+        """
         request = self.peek()
-        if request is not None:
-            try:
-                request.prefill()
-            except Exception as error:
-                self._waiting, self._error = None, error
-                return self.peek()
+        if request is None or self._postponed:
+            return None
+        try:
+            request.prefill()
+        except Exception as error:
+            self._failed(error)
+            return None if self._postponed else self.peek()
         return request
+
+    def settle(self) -> None:
+        """Wait until no model is being started in another thread."""
+        if self._waiting is not None and self._waiting.is_begun_ahead:
+            self.started()
+
+    def _failed(self, error: Exception) -> None:
+        """Note that the waiting request, or the one that was to come next, could not be started."""
+        if isinstance(error, torch.OutOfMemoryError) and self._waiting is not None and self._begun:
+            self._waiting.forget()
+            self._postponed = True
+        else:
+            self._waiting, self._error = None, error
 
     def begin(self) -> Request:
         """Return the next request, which counts as begun from now on."""
         request = self.peek()
         assert request is not None
-        self._waiting = None
+        self._waiting, self._postponed = None, False
         self._begun.append(request)
         return request
 
@@ -136,7 +162,7 @@ class RequestQueue:
             request.forget()
         self._coming = chain(again, self._coming)
         self._begun.clear()
-        self._waiting = self._next = None
+        self._waiting, self._next, self._postponed = None, None, False
 
     def several(self) -> bool:
         """Return whether at least two requests are still to come."""

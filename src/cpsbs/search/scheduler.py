@@ -114,12 +114,15 @@ class Scheduler:
             parent = self._step()
             at_limit = self._steps - oldest == self._settings.max_length
             if at_limit or self._steps % SYNC_EVERY == 0:
-                # The next request is prefilled while the device is busy.
-                queue.peek()
+                if not self._settings.path:
+                    # The next request is prefilled while the device is busy.
+                    queue.peek()
                 ended = self._synchronise()
                 action = self._next_action(ended, queue, at_limit)
                 if action is not Action.CONTINUE:
                     self._collect(ended)
+                    # The caller may change the model before it asks for more.
+                    queue.settle()
                     yield
                 if action is Action.FINISH:
                     return

@@ -190,7 +190,7 @@ class TritonBackend(Backend):
 
     def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
         """Call functions once for each key, each in a thread and on a stream of its own."""
-        if not torch.cuda.is_available() or not _REHEARSED.add(key):
+        if not torch.cuda.is_available():
             return super().rehearse(key, steps)
         device = torch.cuda.current_device()
 
@@ -204,9 +204,12 @@ class TritonBackend(Backend):
                 # What was made here is complete before others use it.
                 torch.cuda.current_stream().synchronize()
 
-        threads = [Thread(target=run, args=(step,), daemon=True) for step in steps]
-        for thread in threads:
-            thread.start()
+        with _REHEARSING:
+            if (threads := _REHEARSED.get(key)) is None:
+                threads = [Thread(target=run, args=(step,), daemon=True) for step in steps]
+                for thread in threads:
+                    thread.start()
+                _REHEARSED[key] = threads
 
         def wait() -> None:
             for thread in threads:
@@ -246,22 +249,9 @@ class TritonBackend(Backend):
         return memo[full_key]
 
 
-class _Rehearsed:
-    """The keys of what has been rehearsed."""
-
-    def __init__(self) -> None:
-        self._keys: set[Hashable] = set()
-        self._lock = Lock()
-
-    def add(self, key: Hashable) -> bool:
-        """Note a key; return whether it is a new one."""
-        with self._lock:
-            known = key in self._keys
-            self._keys.add(key)
-        return not known
-
-
-_REHEARSED = _Rehearsed()
+_REHEARSED: dict[Hashable, list[Thread]] = {}
+"""The threads in which steps are rehearsed, or were, by key."""
+_REHEARSING = Lock()
 
 
 @functools.cache

@@ -91,9 +91,11 @@ def _verified(
             if pool.own_positions is None:
                 pool.own_positions = _can_differ(model, pool, state, k, steps, reference())
     fixed = FixedShapeSteps(model, pool, state, k, steps, bool(pool.own_positions))
-    if not pool.verified:
+    kernels = pool.kernels_for(state.sources, k)
+    if kernels not in pool.verified:
         _compare(fixed, state, min(steps, 3), reference())
-        pool.verified = True
+        pool.verified.add(kernels)
+    fixed.strict = False
     return fixed
 
 
@@ -110,6 +112,8 @@ class FixedShapeSteps:
         own_positions: bool,
     ) -> None:
         self._model, self._pool, self.k, self._steps = model, pool, k, steps
+        self.strict = True
+        """Whether a step that cannot be recorded is an error, as long as steps are tried out."""
         self._lease = pool.lease(state.shape(k, steps, own_positions))
         self._taken = 0
         """The number of steps so far."""
@@ -144,7 +148,7 @@ class FixedShapeSteps:
             )
         workspace.parent[:sources].copy_(parent)
         workspace.token[:sources].copy_(token)
-        scores = workspace.run(self._model, self._longest, strict=not self._pool.verified)
+        scores = workspace.run(self._model, self._longest, strict=self.strict)
         self._taken += 1
         self._pool.by_table &= not workspace.gave_up_table
         return scores[: sources * self.k]
@@ -275,5 +279,5 @@ def _can_differ(
         pool.by_table = by_table
         pool.workspaces.clear()
         return False
-    pool.verified = False  # what was compared before were other graphs
+    pool.verified.clear()  # what was compared before were other graphs
     return True

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,14 +64,30 @@ def fused_layers(model: Any) -> Iterator[bool]:
     normed, replaced = Normed(), list(layers)
     try:
         for layer, norm in zip(layers, after, strict=True):
-            layer.forward = functools.partial(_forward, layer, layer.forward, normed, norm)
+            ours = functools.partial(_forward, layer, layer.forward, normed, norm)
+            layer.forward = _in_this_thread(ours, layer.forward)
         if last is not None:
-            last.forward = functools.partial(_final, last, last.forward, normed)
+            ours = functools.partial(_final, last, last.forward, normed)
+            last.forward = _in_this_thread(ours, last.forward)
             replaced.append(last)
         yield bool(layers)
     finally:
         for layer in replaced:
             del layer.forward
+
+
+def _in_this_thread(ours: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is ours in this thread and the original one in all others.
+
+    Another thread may prefill with the same model meanwhile.
+    """
+    here = threading.get_ident()
+
+    @functools.wraps(original)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (ours if threading.get_ident() == here else original)(*args, **kwargs)
+
+    return forward
 
 
 def _norm_after(modules: list[Any], layer: Any) -> Any | None:

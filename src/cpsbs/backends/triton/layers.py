@@ -163,15 +163,17 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         heads = parts.shape[-1] // dim - 2 * shared
         window = (1, clock.window)
         fits = mask is None or (mask.shape[0] in (1, rows) and mask.shape[2:] == window)
-        if not fits or not suits_tree(self._place.shape[1], heads // shared, dim):
+        if not fits or not suits_tree(self._place.shape[1], heads // shared, dim, cache[0].dtype):
             return None
-        self._given, self._read = self._given + 1, self._read + 1
         every = parts[0].view(rows, -1, 1, dim)
         query, key, value = torch.split(every, [heads, shared, shared], dim=1)
-        return attend_in_tree(
+        found = attend_in_tree(
             *(query, (key, value), cache, self._place, clock.position),
             *(mask, None, scaling, parts, angles),
         )
+        if found is not None:
+            self._given, self._read = self._given + 1, self._read + 1
+        return found
 
     def was_read(self) -> bool:
         """Return whether all that the model was given in this step was read by the table, once."""

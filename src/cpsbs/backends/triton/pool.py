@@ -12,6 +12,9 @@ from cpsbs.backends.triton.kept import Shelf, most_kept, trim
 from cpsbs.backends.triton.layers import table_is_possible
 from cpsbs.backends.triton.workspace import Shape, Workspace
 
+MANY_ROWS = 256
+"""From half as many rows on, fused layers choose the same kernels for any number of them."""
+
 
 class Lease:
     """A workspace in use, until this object is gone."""
@@ -33,8 +36,8 @@ class Pool:
     def __init__(self) -> None:
         self.logged = False
         """Whether it has been logged why the model is run step by step."""
-        self.verified = False
-        """Whether fixed steps have been compared with the model's ordinary ones."""
+        self.verified = set[tuple[int, int]]()
+        """For which K, and up to how many rows, fixed steps have agreed with the ordinary ones."""
         self.refused: str | None = None
         """Why the model cannot have fixed steps, if that is known."""
         self.by_table = False
@@ -57,11 +60,16 @@ class Pool:
         with _LOCK:
             if fingerprint != self._fingerprint:
                 self.workspaces.clear()
-                self.verified, self.refused = False, None
+                self.verified, self.refused = set(), None
                 self.own_positions = None
                 self.by_table = model.config._attn_implementation == "sdpa"
                 self.fuses = can_fuse(model)
             self._fingerprint = fingerprint
+
+    def kernels_for(self, sources: int, k: int) -> tuple[int, int]:
+        """Return what the choice of kernels depends on, as ``verified`` has it."""
+        rows = sources * k
+        return k, min(1 << (rows - 1).bit_length(), MANY_ROWS) if self.fuses else MANY_ROWS
 
     def refuse(self, reason: str) -> None:
         """Give the model no fixed steps until it changes."""

@@ -231,9 +231,14 @@ class Workspace:
         except Exception as error:
             if strict:
                 raise
-            log.info("a step of the model is not recorded: %s: %s", type(error).__name__, error)
+            what = "the layers are not fused" if self._fuses else "a step is not recorded"
+            log.info("%s: %s: %s: %s", type(model).__name__, what, type(error).__name__, error)
         self.parent.copy_(parent)
         self.clock.position.copy_(self._before)
+        if graph is None and self._fuses and self.shape.device.type == "cuda":
+            # Kernels depend on the number of rows: what suited other searches may not suit this.
+            self._fuses = False
+            return self._record(model, window, strict)
         return graph
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from cpsbs.backends.triton.kernels import attention_programs as programs
 from cpsbs.backends.triton.kernels import tree_attention as tree
@@ -25,6 +26,9 @@ and with several (True), which tensor cores multiply …"""
 
 WARPS = {False: 1, True: 2}
 """… and its warps. For one query, many small programs hide each other's latency best."""
+
+_BLOCKS: dict[tuple[Any, ...], tuple[int, ...]] = {}
+"""The sizes of ``tree_attention.BLOCKS`` that are left, where the larger ones did not fit."""
 
 QUERIES = 16
 """Queries of a program that share keys: tensor cores multiply at least 16 rows."""
@@ -59,8 +63,10 @@ def attend_by_table(
     kv_heads, capacity = cache[0].shape[1:3]
     window = capacity if window is None else window
     group = heads // kv_heads
-    if suits_tree(place.shape[1], group, dim):
-        return attend_in_tree(query, new, cache, place, position, mask, bias, scaling)
+    if suits_tree(place.shape[1], group, dim, query.dtype):
+        found = attend_in_tree(query, new, cache, place, position, mask, bias, scaling)
+        if found is not None:
+            return found
     out = torch.empty((rows, 1, heads, dim), dtype=query.dtype, device=query.device)
     query, k_new, v_new = (_dense(x) for x in (query, *new))
     padded_dim = max(16, triton.next_power_of_2(dim))
@@ -77,9 +83,9 @@ def attend_by_table(
     return out
 
 
-def suits_tree(k: int, group: int, dim: int) -> bool:
+def suits_tree(k: int, group: int, dim: int, dtype: torch.dtype) -> bool:
     """Return whether one program handles all K rows of a source, with ``group`` queries each."""
-    few = k <= tree.MOST_ROWS and k * group <= tree.MOST_QUERIES
+    few = k <= tree.MOST_ROWS and k * group <= tree.most_queries(dim, dtype.itemsize)
     return few and dim >= 32 and dim & (dim - 1) == 0
 
 
@@ -94,8 +100,10 @@ def attend_in_tree(
     scaling: float | None = None,
     parts: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
+) -> Tensor | None:
     """Do what ``attend_by_table`` does where ``suits_tree`` is true.
+
+    Returns None, and has done nothing, if the device has too little shared memory for it.
 
     Args:
         query: see ``attend_by_table``, as are all that are not named here.
@@ -119,18 +127,27 @@ def attend_in_tree(
         query, new = _dense(query), (_dense(new[0]), _dense(new[1]))
     k_new, v_new = new
     cos, sin = (None, None) if angles is None else angles
-    tree.attend[(sources, kv_heads)](
-        *(out, query, query.stride(0), query.stride(1)),
-        *(k_new, k_new.stride(0), k_new.stride(1), v_new, v_new.stride(0), v_new.stride(1)),
-        *(0 if parts is None else parts.stride(0), cos, sin),
-        *(0 if cos is None or len(cos) == 1 else cos.stride(0), *cache, place, position),
-        *_added(mask, rows, heads), *_added(bias, rows, heads),
-        *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
-        GROUP=group, QUERIES=max(16, triton.next_power_of_2(k * group)), ROWS=padded,
-        HALF=dim // 2, BLOCK=tree.BLOCK, SPAN=tree.BLOCK // padded,
-        PARTS=1 if parts is None else len(parts), num_warps=tree.WARPS,
-    )  # fmt: skip
-    return out
+    queries, count = max(16, triton.next_power_of_2(k * group)), 1 if parts is None else len(parts)
+    kind = (query.device, dtype, dim, group, queries, padded, count, mask is None, bias is None)
+    for block in _BLOCKS.get(kind, tree.BLOCKS):
+        try:
+            tree.attend[(sources, kv_heads)](
+                *(out, query, query.stride(0), query.stride(1)),
+                *(k_new, k_new.stride(0), k_new.stride(1)),
+                *(v_new, v_new.stride(0), v_new.stride(1)),
+                *(0 if parts is None else parts.stride(0), cos, sin),
+                *(0 if cos is None or len(cos) == 1 else cos.stride(0), *cache, place, position),
+                *_added(mask, rows, heads), *_added(bias, rows, heads),
+                *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
+                GROUP=group, QUERIES=queries, ROWS=padded,
+                HALF=dim // 2, BLOCK=block, SPAN=block // padded,
+                PARTS=count, num_warps=tree.WARPS,
+            )  # fmt: skip
+        except OutOfResources:  # it was not launched
+            _BLOCKS[kind] = tuple(x for x in tree.BLOCKS if x < block)
+        else:
+            return out
+    return None
 
 
 def attend_shared(

@@ -13,13 +13,26 @@ import triton.language as tl
 
 from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weights
 
-BLOCK = 128
-"""Keys that a program multiplies at a time."""
+BLOCKS = (128, 64, 32)
+"""Keys that a program multiplies at a time: the first of these for which it has enough memory."""
 
 WARPS = 4
 
-MOST_ROWS, MOST_QUERIES = 32, 64
-"""The most rows of a source, and queries that share keys, that a program handles together."""
+MOST_ROWS = 32
+"""The most rows of a source that a program handles together."""
+
+
+def most_queries(dim: int, itemsize: int) -> int:
+    """Return the most queries that share keys for which a program has enough registers.
+
+    Args:
+        dim: the size of a head.
+        itemsize: the bytes of a number.
+    """
+    if itemsize > 2:
+        return 16
+    return 64 if dim <= 64 else 32
+
 
 SCANNED: tl.constexpr = tl.constexpr(64)
 """Positions that are compared at a time to find out how much all rows share."""
@@ -40,6 +53,12 @@ def _turned(one, two, cosines, sines, at, HALF: tl.constexpr):
     c, s = tl.load(cosines + at).to(tl.float32), tl.load(sines + at).to(tl.float32)
     d, r = tl.load(cosines + at + HALF).to(tl.float32), tl.load(sines + at + HALF).to(tl.float32)
     return one * c - two * s, two * d + one * r
+
+
+@triton.jit
+def _finite(x):
+    """Return the numbers, and 0 in place of inf and NaN."""
+    return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 
 @triton.jit
@@ -165,5 +184,7 @@ def attend(
     once = shown & (n % GROUP == 0)[:, None]
     tl.store(keys + own, k_one, mask=once)
     tl.store(keys + own + HALF, k_two, mask=once)
-    tl.store(values + own, v_one, mask=once)
-    tl.store(values + own + HALF, v_two, mask=once)
+    # In later steps a value that a row does not refer to has the weight 0, and 0 · inf is NaN. A
+    # row that does refer to it has met it here already.
+    tl.store(values + own, _finite(v_one), mask=once)
+    tl.store(values + own + HALF, _finite(v_two), mask=once)
