@@ -1,11 +1,11 @@
 """Decoding on a CPU: stochastic beams against transformers' own beam search.
 
-    python -m benchmarks.decoding [--json FILE] [--quick]
+    python -m benchmarks.decoding [--json FILE] [--quick] [--page FILE]
 
 A Marian-shaped model of some 12 million parameters with random weights (d = 256, 6 + 3 layers,
 V = 16,000), eight sources of 20 tokens, 32 steps that nothing ends early. Medians of whole runs
-that take turns, divided by the number of steps. And what part of a search with the embedded model
-the selection takes.
+that take turns, divided by the number of steps. Then what takes the time of a search with the
+embedded model, on one thread, and how much memory a selection needs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,25 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.tables import table
+from benchmarks.tables import into_readme, table
 from benchmarks.timing import in_fresh_process, machine, medians, peak_bytes
 from cpsbs import DESIGNS, FunctionModel, TextModel, TransformersModel, load, search
-from cpsbs.designs import Candidates, Design, Selection, design_named
-from cpsbs.randomness import Streams
-from cpsbs.scores.reading import read
-from cpsbs.search import recursion
+from cpsbs.backends.base import StepsTaken
+from cpsbs.backends.cpu.steps import PARTS
+from cpsbs.search.several import SeveralSteps
 from cpsbs.text import demonstration
 
 SOURCES, STEPS, VOCABULARY = 8, 32, 16_000
 
 
-def marian() -> Any:
-    """The model."""
+def marian(vocabulary: int = VOCABULARY) -> Any:
+    """The model, with a vocabulary of this size."""
     from transformers import MarianConfig, MarianMTModel
 
     torch.manual_seed(0)
     config = MarianConfig(
-        vocab_size=VOCABULARY,
-        decoder_vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
+        decoder_vocab_size=vocabulary,
         d_model=256,
         encoder_layers=6,
         decoder_layers=3,
@@ -48,7 +47,7 @@ def marian() -> Any:
         decoder_attention_heads=4,
         encoder_ffn_dim=1024,
         decoder_ffn_dim=1024,
-        max_position_embeddings=128,
+        max_position_embeddings=512,
         eos_token_id=1,
         pad_token_id=0,
         decoder_start_token_id=0,
@@ -58,97 +57,66 @@ def marian() -> Any:
     return model.eval()
 
 
-class Clocked:
-    """A function that counts the seconds it takes."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.seconds = function, 0.0
-
-    def __call__(self, *arguments: Any) -> Any:
-        """Call it, and look at the clock."""
-        start = time.perf_counter()
-        result = self.function(*arguments)
-        self.seconds += time.perf_counter() - start
-        return result
-
-
-class Timed(Design):
-    """A design that counts the seconds it takes."""
-
-    def __init__(self, design: Design) -> None:
-        self.design, self.name = design, design.name  # type: ignore[misc]
-        self.clocked = Clocked(design.select)
-        self.power_sums = design.power_sums  # type: ignore[misc]
-        self.roots, self.begin = design.roots, design.begin  # type: ignore[method-assign]
-        self.log_weight = design.log_weight  # type: ignore[method-assign]
-
-    def select(
-        self, candidates: Candidates, k: int, streams: Streams, joint: bool = False
-    ) -> Selection:
-        """Pick, and look at the clock."""
-        selection: Selection = self.clocked(candidates, k, streams, joint)
-        return selection
-
-
 def compare(model: Any, k: int, seconds: float) -> list[dict[str, object]]:
     """Milliseconds a step of every design, and of transformers' beam search, for K beams."""
     ids = torch.randint(2, VOCABULARY, (SOURCES, 20), generator=torch.Generator().manual_seed(0))
-    bad = torch.full((1, VOCABULARY), 0.0)
-    bad[0, 1] = -1e9  # nothing ends early
+    model.generation_config.eos_token_id = None  # nothing ends early
 
-    def never_end(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return scores + bad
-
-    def ours(design: Design) -> None:
-        inputs = TransformersModel(model, input_ids=ids, logits_processor=[never_end])
-        search(inputs, k, design, max_length=STEPS, generator=torch.Generator().manual_seed(0))
+    def ours(design: str) -> None:
+        inputs = TransformersModel(model, input_ids=ids)
+        search(inputs, k, design, max_length=STEPS, generator=0)
 
     def theirs() -> None:
-        model.generate(
-            input_ids=ids,
-            num_beams=k,
-            max_new_tokens=STEPS,
-            do_sample=False,
-            logits_processor=[never_end],
-        )
+        model.generate(input_ids=ids, num_beams=k, max_new_tokens=STEPS, do_sample=False)
 
-    timed = {name: Timed(design_named(name)) for name in DESIGNS}
     runs: dict[str, Callable[[], None]] = {"transformers": theirs}
-    runs |= {name: partial(ours, design) for name, design in timed.items()}
+    runs |= {name: partial(ours, name) for name in DESIGNS}
     t = medians(runs, seconds, burst=1)
-    rows: list[dict[str, object]] = []
-    for name in runs:
-        row: dict[str, object] = {"k": k, "design": name, "ms_a_step": 1e3 * t[name] / STEPS}
-        row["ratio"] = t[name] / t["transformers"]
-        if name in timed:
-            timed[name].clocked.seconds = 0.0
-            ours(timed[name])
-            row["selection"] = timed[name].clocked.seconds / t[name]
-        rows.append(row | ({} if name in timed else {"selection": "-"}))
-    return rows
+    return [
+        {
+            "k": k,
+            "design": name,
+            "ms_a_step": 1e3 * t[name] / STEPS,
+            "ratio": t[name] / t["transformers"],
+        }
+        for name in runs
+    ]
 
 
-def shares(model: TextModel, sources: int, steps: int, rounds: int = 5) -> dict[str, object]:
-    """Of the time of conditional Poisson searches, K = 20: reading the scores, and the rest of the
-    selection. In few steps no hypothesis has ended; in many, those that have are not computed.
+def shares(
+    model: TextModel, sources: int, k: int, design: str, rounds: int = 5
+) -> dict[str, object]:
+    """Return what share of a search each part of its steps takes, on one thread.
+
+    The rest is the encoder, the first step, and Python.
     """
     texts = sorted((source for source, _ in demonstration()), key=len, reverse=True)
     batch = (texts * (1 + sources // len(texts)))[:sources]
-    design = Timed(design_named("conditional-poisson"))
-    reading, whole = Clocked(read), 0.0
-    with patch.object(recursion, "read", reading):
+    spent, whole = dict.fromkeys(PARTS, 0.0), 0.0
+    take = SeveralSteps.take
+
+    def counted(*given: Any) -> StepsTaken | None:
+        taken = take(*given)
+        if taken is not None:
+            for part, seconds in taken.seconds.items():
+                spent[part] += seconds
+        return taken
+
+    with patch.object(SeveralSteps, "take", counted):
         for n in range(rounds + 1):
             if n == 1:  # the first one loads what is loaded on first use
-                design.clocked.seconds = reading.seconds = whole = 0.0
+                spent, whole = dict.fromkeys(PARTS, 0.0), 0.0
             start = time.perf_counter()
-            model.beams(batch, 20, design, max_length=steps, seed=n)
+            model.beams(batch, k, design, temperature=0.5, seed=n)
             whole += time.perf_counter() - start
+    found = {part: seconds / whole for part, seconds in spent.items()}
     return {
+        "design": design,
         "sources": sources,
-        "most steps": steps,
+        "k": k,
         "ms a search": 1e3 * whole / rounds,
-        "selection": design.clocked.seconds / whole,
-        "reading": reading.seconds / whole,
+        **found,
+        "rest": 1 - sum(found.values()),
     }
 
 
@@ -180,25 +148,32 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--page", type=Path, help="put the figures into the tables of this page")
     arguments = parser.parse_args()
-    model = marian()
     results: dict[str, Any] = {"machine": machine()}
+    model = marian()
     for k in (5, 20):
-        rows = compare(model, k, 5.0 if arguments.quick else 60.0)
-        print(f"\nK = {k}\n\n{table(rows)}")
-        results[f"k{k}"] = rows
-    embedded = load("en-fr", device="cpu")
-    results["shares"] = [shares(embedded, n, steps) for n in (8, 32) for steps in (10, 128)]
-    print(f"\nshares\n\n{table(results['shares'])}")
+        results[f"k{k}"] = compare(model, k, 5.0 if arguments.quick else 60.0)
+    embedded, threads = load("en-fr", device="cpu"), torch.get_num_threads()
+    torch.set_num_threads(1)
+    results["shares"] = [
+        shares(embedded, sources, k, design)
+        for design in ("top-k", "conditional-poisson", "stratified")
+        for sources, k in ((1, 5), (8, 5), (32, 5), (16, 20))
+    ]
+    torch.set_num_threads(threads)
     results["memory"] = [
         memory(design, 20, finished)
         for design in ("conditional-poisson", "stratified", "top-k")
         for finished in (False, True)
     ]
-    print(f"\nmemory\n\n{table(results['memory'])}")
+    for name in ("k5", "k20", "shares", "memory"):
+        print(f"\n{name}\n\n{table(results[name])}")
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.page:
+        arguments.page.write_text(into_readme(arguments.page.read_text(), results))
 
 
 if __name__ == "__main__":

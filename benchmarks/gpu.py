@@ -18,10 +18,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,14 +35,15 @@ from cpsbs.randomness import Streams, split_seed
 from cpsbs.scores.reading import beam_chunk_length, read
 
 Row = dict[str, object]
+Key = TypeVar("Key", bound=Hashable)
 
 
-def medians(functions: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def medians(functions: Mapping[Key, Callable[[], object]], rounds: int) -> dict[Key, float]:
     """Median seconds of each function; they take turns, and each waits for the card."""
     for function in functions.values():
         function()
         function()
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times: dict[Key, list[float]] = {name: [] for name in functions}
     for _ in range(rounds):
         for name, function in functions.items():
             torch.cuda.synchronize()
@@ -126,56 +127,59 @@ def selection() -> list[Row]:
     return rows
 
 
-def decode(
-    model: Any, ids: Tensor, k: int, steps: int, designs: tuple[str, ...], rounds: int
-) -> list[Row]:
-    """Milliseconds a step, of whole searches and without their start; and how much faster.
+def step_times(
+    model: Any, ids: Tensor, k: int, steps: int, what: tuple[str, ...], rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Seconds a step of designs and of transformers: of whole searches, and without their start.
 
     The start (encoder, prompt, buffers) is what a search of a quarter of the steps tells.
     """
     model.generation_config.eos_token_id = None  # nothing ends early
     few = steps // 4
 
-    def theirs(length: int) -> Callable[[], object]:
-        return lambda: model.generate(
-            input_ids=ids, num_beams=k, max_new_tokens=length, do_sample=False
+    def run(name: str, length: int) -> object:
+        if name == "transformers":
+            return model.generate(
+                input_ids=ids, num_beams=k, max_new_tokens=length, do_sample=False
+            )
+        return search(
+            TransformersModel(model, input_ids=ids), k, name, max_length=length, generator=0
         )
 
-    def ours(design: str, length: int) -> Callable[[], object]:
-        return lambda: search(
-            TransformersModel(model, input_ids=ids), k, design, max_length=length, generator=0
-        )
-
-    whole = {"transformers": theirs(steps)} | {d: ours(d, steps) for d in designs}
-    start = {f"{d} short": ours(d, few) for d in designs} | {"transformers short": theirs(few)}
-    t = medians(whole | start, rounds)
-    further = {d: (t[d] - t[f"{d} short"]) / (steps - few) for d in whole}
-    return [
-        {
-            "model": type(model).__name__,
-            "batch": len(ids),
-            "k": k,
-            "what": name,
-            "ms a step": 1e3 * t[name] / steps,
-            "times as fast": t["transformers"] / t[name],
-            "ms a further step": 1e3 * further[name],
-            "times as fast there": further["transformers"] / further[name],
-        }
-        for name in whole
-    ]
+    runs = {(name, n): partial(run, name, n) for name in what for n in (steps, few)}
+    t = medians(runs, rounds)
+    return {
+        name: (t[name, steps] / steps, (t[name, steps] - t[name, few]) / (steps - few))
+        for name in what
+    }
 
 
 def decoding() -> list[Row]:
     """Marian in float16 and the shape of Llama in bfloat16."""
     rows: list[Row] = []
-    designs = ("conditional-poisson", "gumbel-top-k", "top-k", "stratified", "independent")
+    what = ("transformers", "conditional-poisson", "gumbel-top-k", "top-k", "stratified",
+            "independent")  # fmt: skip
     generator = torch.Generator(DEVICE).manual_seed(0)
     for make, batch, k, length in ((marian, 32, 20, 20), (llama, 8, 10, 32)):
         model = make()
         ids = torch.randint(
             2, model.config.vocab_size, (batch, length), generator=generator, device=DEVICE
         )
-        rows += decode(model, ids, k, 64, designs, 3)
+        t = step_times(model, ids, k, 64, what, 3)
+        theirs = t["transformers"]
+        rows += [
+            {
+                "model": type(model).__name__,
+                "batch": batch,
+                "k": k,
+                "what": name,
+                "ms a step": 1e3 * step,
+                "times as fast": theirs[0] / step,
+                "ms a further step": 1e3 * further,
+                "times as fast there": theirs[1] / further,
+            }
+            for name, (step, further) in t.items()
+        ]
         del model
         gc.collect()
         torch.cuda.empty_cache()
@@ -273,12 +277,38 @@ def scaling() -> list[Row]:
     return rows
 
 
+def compiled(model: Any, rows: int, length: int, steps: int) -> Callable[[], object]:
+    """Steps of a model as ``torch.compile`` makes it, on a static KV cache, and nothing else."""
+    from transformers import StaticCache
+
+    cache: Any = StaticCache(config=model.config, max_cache_len=length + steps)
+    ids = torch.randint(2, model.config.vocab_size, (rows, length), device=DEVICE)
+    token = ids[:, :1].clone()
+    step: Any = torch.compile(model.forward, mode="reduce-overhead", fullgraph=True)
+
+    @torch.no_grad()
+    def run() -> None:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(length)
+        for _ in range(steps):
+            step(input_ids=token, past_key_values=cache)
+
+    with torch.no_grad():
+        model(input_ids=ids, past_key_values=cache)
+    return run
+
+
 def weights() -> list[Row]:
-    """Milliseconds of a further step, against one reading of the weights at a copy's speed."""
+    """Milliseconds of a further step, against one reading of the weights at a copy's speed.
+
+    For the smaller model also those of ``torch.compile``, which neither selects nor changes the
+    order of hypotheses.
+    """
     buffer, copy = (torch.empty(2**31, dtype=torch.uint8, device=DEVICE) for _ in range(2))
     rate = 2 * buffer.nbytes / medians({"copy": partial(copy.copy_, buffer)}, 10)["copy"]
     del buffer, copy
     rows: list[Row] = []
+    batch, k, length, steps = 8, 10, 32, 64
     shapes: dict[str, Callable[[], Any]] = {
         "1B": llama,
         "7B": partial(large, 4096, 11_008, 32, 32, 32_000),
@@ -286,26 +316,26 @@ def weights() -> list[Row]:
     for name, make in shapes.items():
         model = make()
         held = sum(x.nbytes for x in model.parameters())
-        ids = torch.randint(2, model.config.vocab_size, (8, 32), device=DEVICE)
-        mine = [
-            row
-            for row in decode(model, ids, 10, 64, ("conditional-poisson", "stratified"), 3)
-            if row["what"] != "transformers"
+        ids = torch.randint(2, model.config.vocab_size, (batch, length), device=DEVICE)
+        designs = ("conditional-poisson", "stratified")
+        further = {d: t for d, (_, t) in step_times(model, ids, k, steps, designs, 3).items()}
+        if name == "1B":
+            yardstick = "torch.compile, the model alone"
+            run = compiled(model, batch * k, length, steps)
+            further[yardstick] = medians({yardstick: run}, 3)[yardstick] / steps
+            del run
+        rows += [
+            {
+                "shape": name,
+                "batch": batch,
+                "k": k,
+                "what": what,
+                "ms a further step": 1e3 * t,
+                "ms for reading the weights": 1e3 * held / rate,
+                "times as long": t * rate / held,
+            }
+            for what, t in further.items()
         ]
-        for row in mine:
-            step, reading = row["ms a further step"], 1e3 * held / rate
-            assert isinstance(step, float)
-            rows.append(
-                {
-                    "shape": name,
-                    "batch": 8,
-                    "k": 10,
-                    "what": row["what"],
-                    "ms a further step": step,
-                    "ms for reading the weights": reading,
-                    "times as long": step / reading,
-                }
-            )
         del model
         gc.collect()
         torch.cuda.empty_cache()

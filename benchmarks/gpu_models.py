@@ -9,13 +9,13 @@ import torch
 DEVICE = torch.device("cuda")
 
 
-def marian() -> Any:
-    """6 + 6 layers, d = 512, V = 50,000."""
+def marian(vocabulary: int = 50_000) -> Any:
+    """6 + 6 layers, d = 512, with a vocabulary of this size."""
     from transformers import MarianConfig, MarianMTModel
 
     torch.manual_seed(0)
     config = MarianConfig(
-        vocab_size=50_000, decoder_vocab_size=50_000, d_model=512, encoder_layers=6,
+        vocab_size=vocabulary, decoder_vocab_size=vocabulary, d_model=512, encoder_layers=6,
         decoder_layers=6, encoder_attention_heads=8, decoder_attention_heads=8,
         encoder_ffn_dim=2048, decoder_ffn_dim=2048, max_position_embeddings=512, eos_token_id=1,
         pad_token_id=0, decoder_start_token_id=0, forced_eos_token_id=None,

@@ -12,7 +12,7 @@ themselves.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
@@ -132,6 +132,8 @@ class StepsTaken:
     """[n, V] of the model's rows."""
     row: Tensor
     """[b, K] the row of each hypothesis that was offered last, n for one that has ended."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """How long each part of the steps took, by its name; benchmarks read it."""
 
 
 class CompiledDecoder(Protocol):

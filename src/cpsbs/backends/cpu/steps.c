@@ -4,6 +4,7 @@
    ordinary one for the design. */
 
 #include <stdlib.h>
+#include <time.h>
 
 #include "extending.h"
 #include "layers.h"
@@ -39,6 +40,9 @@ typedef struct {
 
 enum { LARGEST, POISSON, STRATIFIED };
 
+/* What a step consists of. */
+enum { READING, SELECTION, EXTENSION, MODEL, PARTS_OF_A_STEP };
+
 typedef struct {
     const decoder *model;
     cache *cache;
@@ -65,6 +69,7 @@ typedef struct {
     float *trace;             /* [most, sources, k, 3] or null */
     int64_t passed, count; /* their number, and that of the rows now */
     void *scratch;         /* for the layers: see run_layers */
+    double seconds[PARTS_OF_A_STEP]; /* how long each part of the steps has taken */
 } search;
 
 /* Scratch memory of a call. */
@@ -292,16 +297,32 @@ static void advance(search *s, int64_t n, const work *w) {
     s->scores = s->into;
 }
 
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* Add the time since the last call to that of a part. */
+static void count_for(search *s, int part, double *since) {
+    double t = now();
+    s->seconds[part] += t - *since;
+    *since = t;
+}
+
 /* Take steps. Return 1 if the last one has been selected and the rest of it is to be done, or 0 if
    its scores are there and it is to be selected. */
 int64_t take_steps(search *s) {
     int64_t chunks = (s->tokens + s->length - 1) / s->length, selected = 0;
     memory m = {.count = 0};
     work w = work_for(s, chunks, &m);
+    double since = now();
     for (s->passed = 0;; s->passed++) {
         scores x = read_rows(s, chunks, &w);
         s->count = x.n;
+        count_for(s, READING, &since);
         selected = selects(s, &x, &w);
+        count_for(s, SELECTION, &since);
         if (!selected) break;
         replace(s, &x, &w);
         int64_t most = most_open(s);
@@ -309,7 +330,9 @@ int64_t take_steps(search *s) {
         int64_t rows = next_rows(s, most, &w);
         if (!rows) break;
         remember(s);
+        count_for(s, EXTENSION, &since);
         advance(s, rows, &w);
+        count_for(s, MODEL, &since);
     }
     while (m.count) free(m.part[--m.count]);
     return selected;

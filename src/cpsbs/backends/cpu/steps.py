@@ -35,6 +35,9 @@ RULES = ("largest", "conditional-poisson", "stratified")
 STATE = ("start", "inside", "share")
 """What stratified sampling keeps with a hypothesis, in the order of ``steps.c``."""
 
+PARTS = ("reading", "selection", "extension", "model")
+"""What a step consists of, in the order of the enumeration in ``steps.c``."""
+
 MOST_WORK = 2**34
 """The most multiplications of a call, which cannot be interrupted; they take about a second."""
 
@@ -59,6 +62,7 @@ class _Search(Fields):
         *((name, POINTER) for name in ("scores", "into", "row")),
         *((name, POINTER) for name in ("parents", "words", "trace")),
         *(("passed", INTEGER), ("count", INTEGER), ("scratch", POINTER)),
+        ("seconds", ctypes.c_double * len(PARTS)),
     )
 
 
@@ -160,6 +164,7 @@ def take(
         parent=parent if selected else None,
         scores=into[: search.count] if done else scores,
         row=row,
+        seconds=dict(zip(PARTS, search.seconds, strict=True)),
     )
 
 
