@@ -1,7 +1,7 @@
 """On a GPU: selection against torch.topk, decoding against transformers' own beam search.
 
     python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [leak] [weights] [first]
-        [--json FILE] [--source FILE] [--page FILE]
+        [--json FILE] [--source FILE] [--page FILE] [--before FOLDER]
 
 All ratios are of medians in one run on one card. A step is recorded once and then replayed; the
 first call, which records, does not count.
@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -167,6 +168,13 @@ def decoding() -> list[Row]:
         )
         t = step_times(model, ids, k, 64, what, 3)
         theirs = t["transformers"]
+        scores = torch.randn((batch, k, model.config.vocab_size), device=DEVICE)
+        own = {
+            name: recorded(selecting(name, scores.to(model.dtype), k))
+            for name in what
+            if name not in ("transformers", "independent")  # the latter is not recorded as a whole
+        }
+        selects = medians(own, 20)
         rows += [
             {
                 "model": type(model).__name__,
@@ -177,10 +185,11 @@ def decoding() -> list[Row]:
                 "times as fast": theirs[0] / step,
                 "ms a further step": 1e3 * further,
                 "times as fast there": theirs[1] / further,
+                "share of the selection": selects[name] / further if name in selects else "-",
             }
             for name, (step, further) in t.items()
         ]
-        del model
+        del model, scores, own
         gc.collect()
         torch.cuda.empty_cache()
     return rows
@@ -354,27 +363,42 @@ print(loaded - start, time.perf_counter() - loaded)
 """
 
 
-def first() -> list[Row]:
-    """Seconds until the first result in a fresh process, with and without compiled kernels."""
-    rows: list[Row] = []
-    for design in ("stratified", "conditional-poisson"):
+def first(before: Path | None = None) -> list[Row]:
+    """Seconds until the first result in a fresh process, with and without compiled kernels.
+
+    ``before`` is a folder with another version of the package, to compare with. Designs and
+    versions take their time side by side, on cores of their own.
+    """
+    trees = {"now": os.environ.get("PYTHONPATH", "")}
+    if before is not None:
+        trees = {"before": os.pathsep.join([str(before), trees["now"]])} | trees
+    designs = ("stratified", "conditional-poisson")
+    given = [(version, design) for version in trees for design in designs]
+
+    def rows(of: tuple[str, str]) -> list[Row]:
+        version, design = of
+        found: list[Row] = []
         with tempfile.TemporaryDirectory() as folder:
             for kernels in ("compiled now", "found on disk"):
+                own = {"TRITON_CACHE_DIR": folder, "PYTHONPATH": trees[version]}
                 done = subprocess.run(
                     [sys.executable, "-c", FIRST.format(design=design)],
-                    env={**os.environ, "TRITON_CACHE_DIR": folder},
-                    check=True, capture_output=True, text=True,
+                    env={**os.environ, **own}, check=True, stdout=subprocess.PIPE, text=True,
                 )  # fmt: skip
                 loading, result = map(float, done.stdout.split()[-2:])
-                rows.append(
+                found.append(
                     {
+                        "version": version,
                         "design": design,
                         "kernels": kernels,
                         "seconds for loading": loading,
                         "seconds for the first result": result,
                     }
                 )
-    return rows
+        return found
+
+    with ThreadPoolExecutor(len(given)) as side_by_side:
+        return [row for found in side_by_side.map(rows, given) for row in found]
 
 
 def leak(steps: int = 1000) -> list[Row]:
@@ -409,7 +433,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--source", type=Path, help="sentences to translate, for corpus")
     parser.add_argument("--page", type=Path, help="put what is in the file into this page's tables")
+    parser.add_argument("--before", type=Path, help="another version of src/, for first")
     arguments = parser.parse_args()
+    parts["first"] = partial(first, arguments.before)
     if arguments.source:
         parts["corpus"] = lambda: corpus(arguments.source)
     results: dict[str, Any] = {}
