@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers.modeling_outputs import BaseModelOutput
 
 from cpsbs import Beams, TransformersModel, search
 from cpsbs.backends.cpu import compiled, products
@@ -30,7 +31,7 @@ from cpsbs.models.transformers.int8 import quantize
 from tests.models.tiny import PAD, make, prompts
 from tests.models.wide import wide
 
-DISTANT = ["t5", "gated-t5"]
+DISTANT = ["t5", "gated-t5", "mt5"]
 """Families whose attention depends on distances, which torch alone does not compute here."""
 
 FAMILIES = ["llama", "qwen2", "gpt2", "marian", "bart", *DISTANT]
@@ -325,6 +326,58 @@ def test_wrong_steps_are_noticed_and_not_taken(
     torch.testing.assert_close(found, steps_of(wide("marian"))[1], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("what", ["hook", "hook before", "forward"])
+@pytest.mark.parametrize("name", ["marian", "llama"])
+def test_what_is_hooked_later_is_noticed(name: str, what: str) -> None:
+    """After a search that ran the layers directly."""
+    model = wide(name)
+    assert steps_of(model)[0]._direct is not None
+    layer = (model.model.decoder if name == "marian" else model.model).layers[0]
+    feed: Any = layer.fc2 if name == "marian" else layer.mlp.down_proj
+    right = feed.forward
+    if what == "hook":
+        handle = feed.register_forward_hook(lambda *x: 0.3 * x[2])
+    elif what == "hook before":
+        handle = feed.register_forward_pre_hook(lambda _, x: (0.3 * x[0],))
+    else:
+        feed.forward = lambda x: 0.3 * right(x)
+    wrapped, found = steps_of(model)
+    assert wrapped._direct is None
+    hooked = wide(name)
+    layer = (hooked.model.decoder if name == "marian" else hooked.model).layers[0]
+    other: Any = layer.fc2 if name == "marian" else layer.mlp.down_proj
+    with torch.no_grad():
+        other.weight.mul_(0.3)
+        if other.bias is not None and what != "hook before":
+            other.bias.mul_(0.3)
+    torch.testing.assert_close(found, steps_of(hooked)[1], rtol=1e-3, atol=1e-3)
+    if what == "forward":
+        del feed.forward
+    else:
+        handle.remove()
+    assert steps_of(model)[0]._direct is not None
+
+
+def test_one_search_that_fails_is_no_reason_to_give_up() -> None:
+    """Encoder states of another dtype, and a source with tokens that there are not."""
+    model = wide("marian")
+    given: Any = prompts(model)
+    with torch.no_grad():
+        states = model.get_encoder()(**given).last_hidden_state.double()
+    given = {"encoder_outputs": BaseModelOutput(states), "attention_mask": given["attention_mask"]}
+    assert steps_of(model)[0]._direct is not None
+    with pytest.raises(RuntimeError), torch.no_grad():
+        TransformersModel(model, **given).start()
+    assert steps_of(model)[0]._direct is not None
+    prepared.PREPARED.clear()
+    wrong = prompts(model)
+    wrong["input_ids"] = wrong["input_ids"] + 1000
+    with pytest.raises(IndexError), torch.no_grad():
+        TransformersModel(model, **wrong).start()
+    assert steps_of(model)[0]._direct is not None
+    assert prepared.PREPARED[model].encoder is not None
+
+
 def test_a_model_in_training_or_with_gradients_takes_ordinary_steps() -> None:
     model = wide("marian")
     wrapped = TransformersModel(model, **prompts(model))
@@ -393,10 +446,11 @@ def test_products_are_those_of_torch(activation: str | None, copy: bool) -> None
 
 
 @pytest.mark.usefixtures("_either")
-def test_int8_steps_are_close_to_those_in_float32() -> None:
+@pytest.mark.parametrize("name", ["marian", "gpt2"])
+def test_int8_steps_are_close_to_those_in_float32(name: str) -> None:
     """And they are those of the model's own forward pass, with the same int8 products."""
-    exact = steps_of(wide("marian"))[1].log_softmax(-1)
-    model = wide("marian")
+    exact = steps_of(wide(name))[1].log_softmax(-1)
+    model = wide(name)
     quantize(model)
     wrapped, scores = steps_of(model)
     assert wrapped._direct is not None

@@ -44,6 +44,16 @@ def test_a_product_is_close(shape: tuple[int, int, int]) -> None:
     assert torch.equal(weight.product(x[:, None], None)[:, 0], weight.product(x, None))
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_weights_may_lie_transposed(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of GPT-2 do; with several threads, large products are oneDNN's."""
+    monkeypatch.setattr(int8, "in_one_thread", lambda _: threads == 1)
+    random = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=random) for s in ((20, 64), (64, 48)))
+    found, exact = Int8Weight.of(w.T).product(x, None), x @ w
+    assert float((found - exact).norm() / exact.norm()) < 0.03
+
+
 def test_rows_of_zeros_and_large_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn((9, 16), generator=torch.Generator().manual_seed(0))
     x[4] = 0

@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     MarianConfig,
     MarianMTModel,
+    MT5Config,
+    MT5ForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     T5Config,
@@ -79,12 +81,17 @@ def _bart(tokens: int) -> Any:
     return BartForConditionalGeneration(config)
 
 
-def _t5(tokens: int, feed: str = "relu") -> Any:
+def _t5(
+    tokens: int,
+    feed: str = "relu",
+    config: Any = T5Config,
+    kind: Any = T5ForConditionalGeneration,
+) -> Any:
     """Distances count up to 20, so that it shows what is done with those beyond."""
     sizes = {"d_model": 64, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 4}
     own: dict[str, Any] = {"relative_attention_max_distance": 20, "feed_forward_proj": feed}
     own |= {"relative_attention_num_buckets": 8, "decoder_start_token_id": PAD, **sizes, **ENDS}
-    model: Any = T5ForConditionalGeneration(T5Config(vocab_size=tokens, **own))
+    model: Any = kind(config(vocab_size=tokens, **own))
     for stack in (model.encoder, model.decoder):
         bias = stack.block[0].layer[0].SelfAttention.relative_attention_bias
         torch.nn.init.normal_(bias.weight, std=2.0)
@@ -96,6 +103,14 @@ def _gated_t5(tokens: int) -> Any:
     return _t5(tokens, "gated-gelu")
 
 
+def _mt5(tokens: int) -> Any:
+    """As T5, with scores that the model does not scale; its norm does here, for flat ones."""
+    model = _t5(tokens, "gated-gelu", MT5Config, MT5ForConditionalGeneration)
+    with torch.no_grad():
+        model.decoder.final_layer_norm.weight.mul_(0.125)
+    return model
+
+
 MAKERS: dict[str, Callable[[int], Any]] = {
     "llama": _llama,
     "qwen2": _qwen2,
@@ -104,6 +119,7 @@ MAKERS: dict[str, Callable[[int], Any]] = {
     "bart": _bart,
     "t5": _t5,
     "gated-t5": _gated_t5,
+    "mt5": _mt5,
 }
 
 

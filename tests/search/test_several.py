@@ -198,7 +198,17 @@ def test_what_is_not_compiled_is_taken_step_by_step(
     assert not count.calls
 
 
-@pytest.mark.parametrize("what", ["processor", "criterion", "small heads", "one generator"])
+class Subclass(TransformersModel):
+    """Might do something else in a step."""
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        *("processor", "criterion", "small heads", "one generator"),
+        *("generators twice", "subclass", "replaced"),
+    ],
+)
 def test_models_that_need_more_are_run_step_by_step(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,10 +227,16 @@ def test_models_that_need_more_are_run_step_by_step(
         more["logits_processor"] = [same]
     if what == "criterion":
         more["stopping_criteria"] = [never]
-    wrapped = TransformersModel(model, **prompts(model), **more)
+    kind = Subclass if what == "subclass" else TransformersModel
+    wrapped: Any = kind(model, **prompts(model), **more)
+    if what == "replaced":
+        right = wrapped.stops
+        wrapped.stops = lambda *given: right(*given)
     random = torch.Generator().manual_seed(0)
     streams = Streams(random if what == "one generator" else None, 3, torch.device("cpu"))
     generator: Any = streams if what == "one generator" else 1
+    if what == "generators twice":
+        generator = [random, random, torch.Generator().manual_seed(1)]
     beams = search(wrapped, 3, max_length=12, generator=generator)
     assert int(beams.lengths.max()) > 2
     assert not count.calls

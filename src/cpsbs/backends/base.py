@@ -139,8 +139,10 @@ class StepsTaken:
 class CompiledDecoder(Protocol):
     """A decoder with its KV cache, which compiled functions can run by themselves."""
 
-    multiplications: int
-    """How many multiplications a row takes."""
+    @property
+    def multiplications(self) -> int:
+        """How many multiplications a row takes in the next step."""
+        ...
 
     def suits(self, rows: int) -> bool:
         """Return whether one thread is the best for steps of so many rows."""

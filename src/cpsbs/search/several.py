@@ -20,6 +20,13 @@ from cpsbs.search.beams import Hypotheses
 from cpsbs.search.settings import SearchSettings
 
 
+def _is_changed(model: SequenceModel) -> bool:
+    """Return whether a model may do something else in a step than the class it inherits from."""
+    return "compiled_steps" not in vars(type(model)) or not {"advance", "stops"}.isdisjoint(
+        getattr(model, "__dict__", ())
+    )
+
+
 @dataclass(frozen=True)
 class SeveralSteps:
     """Takes steps of one search through its backend."""
@@ -51,7 +58,7 @@ class SeveralSteps:
         rule = design.rule() if "rule" in vars(type(design)) else None
         joint = settings.joint and design.needs_joint
         more = joint or settings.entropy or settings.path or settings.nucleus is not None
-        if rule is None or more or not isinstance(model, CompiledModel):
+        if rule is None or more or not isinstance(model, CompiledModel) or _is_changed(model):
             return None
         decoder = model.compiled_steps()
         if decoder is None:

@@ -26,7 +26,7 @@ static inline vec gelu(vec x) {
 
 /* The activation of x; the numbers are those of cpsbs.backends.cpu.products. */
 static inline vec activated(vec x, int64_t activation) {
-    if (activation == 1) return larger(x, filled(0));
+    if (activation == 1) return larger(filled(0), x); /* which is NaN where x is */
     if (activation == 0) return x;
     if (activation == 4) return gelu(x);
     /* What follows is x times a sigmoid: of x, or for gelu of another function. */

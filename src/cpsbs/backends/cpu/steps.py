@@ -71,6 +71,9 @@ def can_take(plan: StepPlan, sources: int, streams: Streams) -> bool:
     k, kind, terms = plan.k, plan.rule.kind, plan.power_sums
     if streams.counters is not None or not streams.separate or terms > MOST_TERMS:
         return False
+    generators: Any = streams.generator
+    if len({id(generator) for generator in generators}) < len(generators):
+        return False  # sources that share one draw in turns
     if kind == "conditional-poisson":
         fits = poisson.draws(sources, k, k * plan.vocab_size, terms)
     else:

@@ -46,7 +46,9 @@ class Int8Weight:
         weight = weight.detach().float()
         largest = LARGEST if _has_vnni() else LARGEST_WITHOUT_VNNI
         scale = _largest_of_rows(weight) / largest
-        return Int8Weight((weight / scale).round().to(torch.int8), scale[:, 0].contiguous())
+        values = (weight / scale).round().to(torch.int8)
+        # oneDNN packs the numbers in the order in which they lie in memory, whatever the strides.
+        return Int8Weight(values.contiguous(), scale[:, 0].contiguous())
 
     @staticmethod
     def below_each_other(weights: list[Int8Weight]) -> Int8Weight:

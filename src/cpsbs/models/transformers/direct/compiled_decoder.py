@@ -81,8 +81,6 @@ class CompiledSteps:
         self._head = head.inputs * head.outputs
         self._vocab_size = head.outputs
         self._scores = torch.empty(0, dtype=torch.float32, device="cpu")
-        self.multiplications = layers.multiplications + self._head
-        """How many of them a row takes."""
 
     @staticmethod
     def of(decoder: Decoder, slots: Slots, encoded: Encoded | None) -> CompiledSteps | None:
@@ -97,6 +95,14 @@ class CompiledSteps:
         if embed.tokens.shape[0] < head.outputs:
             return None
         return CompiledSteps(decoder, layers, slots, encoded)
+
+    @property
+    def multiplications(self) -> int:
+        """How many multiplications a row takes in the next step: products, then attention."""
+        longest = self._slots.table.slot.shape[1]
+        if self._encoded is not None:
+            longest += self._encoded.places[0].shape[1]
+        return self._layers.multiplications + self._head + longest * self._layers.of_a_key
 
     def suits(self, rows: int) -> bool:
         """Return whether one thread is the best for steps of so many rows."""

@@ -87,6 +87,8 @@ class CompiledLayers:
         self._largest = max(x.inputs * x.outputs for x in products)
         self.multiplications = sum(x.inputs * x.outputs for x in products)
         """How many of them the products for one row take."""
+        self.of_a_key = 2 * len(layers) * heads.queries * heads.dim
+        """How many the attention of one row to a key takes."""
 
     @staticmethod
     def of(
@@ -177,9 +179,10 @@ class CompiledLayers:
 
 
 def _table(table: Table, memory: list[Tensor], capacity: int) -> Fields:
+    slot = table.slot.contiguous()
     return _Table.of(
-        slot=table.slot,
-        stride=table.slot.stride(0),
+        slot=slot,
+        stride=slot.stride(0),
         entry=table.entry,
         length=table.length,
         source=table.source,

@@ -271,7 +271,8 @@ def _t5(model: Any) -> Decoder:
         )
         layers.append(replace(plain, cross=cross))
     norm = _rms_norm(model.decoder.final_layer_norm)
-    if getattr(config, "scale_decoder_outputs", config.tie_word_embeddings):
+    scaled = config.tie_word_embeddings and config.model_type != "mt5"
+    if getattr(config, "scale_decoder_outputs", scaled):
         norm = replace(norm, weight=norm.weight * config.d_model**-0.5)
     return Decoder(
         embed=Embedding(model.decoder.embed_tokens.weight.detach(), 1.0, None, None),

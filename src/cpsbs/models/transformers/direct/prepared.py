@@ -24,6 +24,9 @@ from cpsbs.models.transformers.modules import modules_of
 
 log = logging.getLogger("cpsbs")
 
+HELD = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+"""The dictionaries in which torch keeps what a module consists of."""
+
 SAMPLES = 8
 """How many numbers of every weight tell whether it has changed."""
 
@@ -88,19 +91,19 @@ def say(model: Any, known: Prepared, error: Exception) -> None:
 
 
 class WeightState:
-    """Tells whether the weights of a model are still the same.
+    """Tells whether the weights of a model are still the same, and what its modules compute.
 
     Most ways to change a weight show in its version or its address. Those that do not, such as
     ``weight.data += …``, show in a sample of its numbers.
     """
 
     def __init__(self, model: Any) -> None:
-        self._tables: list[dict[str, Any]] = [
-            table
-            for module in modules_of(model)
-            for table in (module._modules, module._parameters, module._buffers)
+        self._tables: list[dict[Any, Any]] = [
+            vars(module)[name] for module in modules_of(model) for name in HELD
         ]
-        """Where torch keeps the modules, parameters and buffers of each module."""
+        """Where torch keeps what each module consists of."""
+        self._own: list[dict[str, Any]] = [vars(module) for module in modules_of(model)]
+        """The attributes of each module, among which somebody may put another ``forward``."""
         self._held = self._holding()
         every = [x.detach() for x in self._held if isinstance(x, Tensor)]
         self._places = self._standing()
@@ -118,8 +121,9 @@ class WeightState:
         )
 
     def _holding(self) -> list[Any]:
-        """Return all modules, parameters and buffers."""
-        return list(chain.from_iterable(map(dict.values, self._tables)))
+        """Return all modules, parameters, buffers and hooks, and what stands in for ``forward``."""
+        replaced = [own["forward"] for own in self._own if "forward" in own]
+        return [*chain.from_iterable(map(dict.values, self._tables)), *replaced]
 
     def _standing(self) -> list[tuple[int, int]]:
         """Return the address and the version of every tensor."""

@@ -181,6 +181,8 @@ class DirectSteps:
         states, mask = inputs["encoder_outputs"].last_hidden_state, inputs.get("attention_mask")
         if mask is None or mask.shape != states.shape[:2] or not bool(mask.any(-1).all()):
             raise UnusualInputsError("it has no attention mask of the encoder's states")
+        if states.dtype != torch.float32:
+            raise UnusualInputsError(f"the states of its encoder are {states.dtype}")
         heads, sources = decoder.heads, len(states)
         shape = (sources, heads.keys, 0, heads.dim)
         nothing = torch.empty(shape, dtype=torch.float32, device="cpu")
