@@ -63,6 +63,8 @@ class Place:
     """The row of ``batches`` in which transformers is measured, and its batch size."""
     batches: dict[Batch, int]
     """Batch sizes, and which share of the sentences is enough: all, or one of so many."""
+    warm: bool = False
+    """Whether all sentences are translated once before anything is measured, or only some."""
 
 
 DESIGNS = {
@@ -85,6 +87,7 @@ PLACES = {
         rival_batch=1024,
         transformers=(None, 3003),
         batches={None: 1, 64: 1},
+        warm=True,
     ),
 }
 
@@ -163,7 +166,12 @@ def engines(
 
 
 def compared(
-    every: list[Engine], batch: str, texts: list[str], references: list[str], rounds: int
+    place: Place,
+    every: list[Engine],
+    batch: str,
+    texts: list[str],
+    references: list[str],
+    rounds: int,
 ) -> list[Row]:
     """Return a row for each engine."""
     from sacrebleu import corpus_bleu
@@ -175,7 +183,9 @@ def compared(
     for n in range(-1, rounds):
         for engine in every:
             torch.set_num_threads(threads)  # CTranslate2 sets the number for the whole process
-            given = texts if n >= 0 else texts[: max(2, len(texts) // 20)]
+            # A GPU records all shapes of the batches in the round that does not count.
+            few = texts if place.warm else texts[: max(2, len(texts) // 20)]
+            given = few if n < 0 else texts
             start = time.perf_counter(), time.process_time()
             found = engine.run(given)
             ends = time.perf_counter(), time.process_time()
@@ -268,7 +278,7 @@ def measured(
         for batch, fewer in place.batches.items():
             step = max(1, round(len(texts) * fewer / sentences))
             given = (engines(place, models, translators, batch), str(batch or "own"))
-            rows += compared(*given, texts[::step], references[::step], rounds)
+            rows += compared(place, *given, texts[::step], references[::step], rounds)
     return rows
 
 

@@ -1,6 +1,7 @@
 """On a GPU: selection against torch.topk, decoding against transformers' own beam search.
 
-    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [leak] [weights] [first]
+    python -m benchmarks.gpu [selection] [decoding] [corpus] [scaling] [leak] [weights] [kernels]
+        [first]
         [--json FILE] [--source FILE] [--page FILE] [--before FOLDER]
 
 All ratios are of medians in one run on one card. A step is recorded once and then replayed; the
@@ -286,6 +287,58 @@ def scaling() -> list[Row]:
     return rows
 
 
+def kernels(most: int = 12, steps: int = 128) -> list[Row]:
+    """Where the time of a step goes: the kernels that take the most of it, and the gaps.
+
+    All of a search is counted, but it has so many steps that its start hardly shows.
+    """
+    from torch.profiler import ProfilerActivity, profile
+
+    rows: list[Row] = []
+    for make, batch, k, length in ((marian, 32, 20, 20), (llama, 8, 10, 32)):
+        model = make()
+        model.generation_config.eos_token_id = None
+        ids = torch.randint(2, model.config.vocab_size, (batch, length), device=DEVICE)
+        for design in ("conditional-poisson", "stratified"):
+
+            def run(
+                design: str = design, model: Any = model, ids: Tensor = ids, k: int = k
+            ) -> None:
+                inputs = TransformersModel(model, input_ids=ids)
+                search(inputs, k, design, max_length=steps, generator=0).sequences.cpu()
+
+            run(), run()
+            with profile(activities=[ProfilerActivity.CUDA]) as found:
+                run()
+            launches = [e for e in found.events() or [] if "CUDA" in str(e.device_type)]
+            spans = [(e.time_range.start, e.time_range.end) for e in launches]
+            whole = max(end for _, end in spans) - min(start for start, _ in spans)
+            taken: dict[str, list[float]] = {}
+            for event, (start, end) in zip(launches, spans, strict=True):
+                taken.setdefault(str(event.name)[:60], []).append(end - start)
+            first = sorted(taken, key=lambda name: -sum(taken[name]))
+            # Kernels that run side by side count twice, so that gaps may be larger than they seem.
+            others = [x for name in first[most:] for x in taken[name]]
+            shown = {name: taken[name] for name in first[:most]} | {"others": others}
+            gap = whole - sum(map(sum, taken.values()))
+            shown["gaps"] = [gap]
+            rows += [
+                {
+                    "model": type(model).__name__,
+                    "design": design,
+                    "kernel": name,
+                    "launches a step": len(own) / steps if name != "gaps" else "-",
+                    "µs a step": sum(own) / steps,
+                    "share": sum(own) / whole,
+                }
+                for name, own in shown.items()
+            ]
+        del model
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
 def compiled(model: Any, rows: int, length: int, steps: int) -> Callable[[], object]:
     """Steps of a model as ``torch.compile`` makes it, on a static KV cache, and nothing else."""
     from transformers import StaticCache
@@ -426,6 +479,7 @@ def main() -> None:
         "scaling": scaling,
         "leak": leak,
         "weights": weights,
+        "kernels": kernels,
         "first": first,
     }
     parser = argparse.ArgumentParser(description=__doc__)

@@ -25,7 +25,7 @@ from benchmarks.decoding import marian as small_marian
 from benchmarks.tables import table
 from benchmarks.timing import machine
 from cpsbs import TransformersModel, search
-from cpsbs.experiments.figures import PLOT, image
+from cpsbs.experiments.figures import PLOT, STYLES, image
 from cpsbs.extras import required
 
 ROOT = Path(__file__).parents[1]
@@ -114,9 +114,10 @@ def figure(results: dict[str, Any]) -> bytes:
         for axes, (device, title) in zip(grid, devices.items(), strict=True):
             for axis, (name, (label, values)) in zip(axes, GROWS.items(), strict=True):
                 rows = [row for row in results[f"growth_{device}"] if row["grows"] == name]
-                for (design, text), marker in zip(DESIGNS.items(), "o^s", strict=True):
-                    own = [row[design] for row in rows]
-                    axis.plot([row[name] for row in rows], own, marker=marker, label=text)
+                for design, text in DESIGNS.items():
+                    colour, marker = STYLES[design]
+                    x, y = ([row[key] for row in rows] for key in (name, design))
+                    axis.plot(x, y, color=colour, marker=marker, label=text)
                 axis.set_xscale("log"), axis.set_yscale("log")
                 axis.minorticks_off()
                 axis.set_xticks(values, [f"{v:,}" if v < 1000 else f"{v // 1000}k" for v in values])

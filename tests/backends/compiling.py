@@ -42,7 +42,7 @@ SIZES = {"ODDS": True, "LENGTH": 64, "PLACES": 16, "POINTS": 16, "COINS": 128, "
 
 HALF = dict.fromkeys(("out", "keys", "values"), "*fp16")
 ATTENTION = HALF | {"DIM": 64, "PADDED_DIM": 64, "PADDED": 16, "BLOCK": 16}
-TREE = HALF | {"QUERIES": 16, "ROWS": 16, "HALF": 32, "BLOCK": 128, "SPAN": 8, "PARTS": 1}
+TREE = HALF | {"QUERIES": 16, "MEMBERS": 4, "HALF": 32, "BLOCK": 128, "SPAN": 32, "PARTS": 1}
 TREE |= {"cosines": "*fp16", "sines": "*fp16"}
 PRODUCT = {"out": "*fp16", "ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "STAGES": 5}
 ROWS = {"parents": "*i64", "PADDED": 8}
@@ -62,7 +62,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "tree_attention.attend": [
         TREE | {"GROUP": 1, "cosines": None, "sines": None},
-        TREE | {"GROUP": 4, "QUERIES": 64, "bias": None, "PARTS": 4},
+        TREE | {"GROUP": 4, "bias": None, "PARTS": 4},
     ],
     "few_rows._parts": [PRODUCT | {"out": "*fp32"}],
     "few_rows._gated": [PRODUCT | {"COLUMNS": 64, "num_warps": 8}],

@@ -163,7 +163,7 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         heads = parts.shape[-1] // dim - 2 * shared
         window = (1, clock.window)
         fits = mask is None or (mask.shape[0] in (1, rows) and mask.shape[2:] == window)
-        if not fits or not suits_tree(self._place.shape[1], heads // shared, dim, cache[0].dtype):
+        if not fits or not suits_tree(heads // shared, dim, cache[0].dtype):
             return None
         every = parts[0].view(rows, -1, 1, dim)
         query, key, value = torch.split(every, [heads, shared, shared], dim=1)

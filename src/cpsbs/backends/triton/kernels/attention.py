@@ -5,7 +5,8 @@ which row of its source each position lies, so that nothing has to move when hyp
 and what hypotheses have in common is read from the same memory. All rows of a source attend to the
 encoder's states together. Query heads that share keys and values are handled as several queries.
 
-Where a source has few rows, a program handles all of them (``tree_attention``), and otherwise one.
+A program handles a few rows together (``tree_attention``) where the size of a head suits that, and
+otherwise one.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def attend_by_table(
     kv_heads, capacity = cache[0].shape[1:3]
     window = capacity if window is None else window
     group = heads // kv_heads
-    if suits_tree(place.shape[1], group, dim, query.dtype):
+    if suits_tree(group, dim, query.dtype):
         found = attend_in_tree(query, new, cache, place, position, mask, bias, scaling)
         if found is not None:
             return found
@@ -83,9 +84,9 @@ def attend_by_table(
     return out
 
 
-def suits_tree(k: int, group: int, dim: int, dtype: torch.dtype) -> bool:
-    """Return whether one program handles all K rows of a source, with ``group`` queries each."""
-    few = k <= tree.MOST_ROWS and k * group <= tree.most_queries(dim, dtype.itemsize)
+def suits_tree(group: int, dim: int, dtype: torch.dtype) -> bool:
+    """Return whether a program may handle rows together, with ``group`` queries each."""
+    few = group <= tree.most_group(dim, dtype.itemsize)
     return few and dim >= 32 and dim & (dim - 1) == 0
 
 
@@ -121,17 +122,19 @@ def attend_in_tree(
     rows, heads, _, dim = query.shape
     sources, k, capacity = place.shape
     kv_heads, dtype = cache[0].shape[1], cache[0].dtype
-    group, padded = heads // kv_heads, max(2, triton.next_power_of_2(k))
+    group = heads // kv_heads
+    members = tree.members(k, group)
     out = torch.empty((rows, 1, heads, dim), dtype=dtype, device=query.device)
     if parts is None:
         query, new = _dense(query), (_dense(new[0]), _dense(new[1]))
     k_new, v_new = new
     cos, sin = (None, None) if angles is None else angles
-    queries, count = max(16, triton.next_power_of_2(k * group)), 1 if parts is None else len(parts)
-    kind = (query.device, dtype, dim, group, queries, padded, count, mask is None, bias is None)
+    queries = max(tree.QUERIES, triton.next_power_of_2(members * group))
+    count = 1 if parts is None else len(parts)
+    kind = (query.device, dtype, dim, group, members, count, mask is None, bias is None)
     for block in _BLOCKS.get(kind, tree.BLOCKS):
         try:
-            tree.attend[(sources, kv_heads)](
+            tree.attend[(sources * triton.cdiv(k, members), kv_heads)](
                 *(out, query, query.stride(0), query.stride(1)),
                 *(k_new, k_new.stride(0), k_new.stride(1)),
                 *(v_new, v_new.stride(0), v_new.stride(1)),
@@ -139,8 +142,8 @@ def attend_in_tree(
                 *(0 if cos is None or len(cos) == 1 else cos.stride(0), *cache, place, position),
                 *_added(mask, rows, heads), *_added(bias, rows, heads),
                 *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
-                GROUP=group, QUERIES=queries, ROWS=padded,
-                HALF=dim // 2, BLOCK=block, SPAN=block // padded,
+                GROUP=group, QUERIES=queries, MEMBERS=members,
+                HALF=dim // 2, BLOCK=block, SPAN=block // members,
                 PARTS=count, num_warps=tree.WARPS,
             )  # fmt: skip
         except OutOfResources:  # it was not launched

@@ -1,9 +1,11 @@
-"""Attention to the past of all rows of a source together, which are the leaves of one tree.
+"""Attention to the past of a few rows of a source together, which are leaves of one tree.
 
-Near the root the rows have their past in common: it is read once. Behind the last position that all
-share, the keys of every row of the source are multiplied with the queries of all, and the table
-says which of the products count: hypotheses mostly differ in their last few tokens alone, so that
-these are few, and one reading of many keys takes no longer than one of a single row's.
+Near the root the rows have their past in common: it is read once for all of them. Behind the last
+position that they share, a program reads some positions of each row at a time, finds their keys
+through the table, and multiplies them with the queries of all its rows: tensor cores do that for 16
+queries in no more time than for one. Only products of a row with its own past count. A program has
+few rows, so that there are many programs, and each has few positions to go through one after
+another however early its hypotheses parted.
 """
 
 from __future__ import annotations
@@ -18,12 +20,20 @@ BLOCKS = (128, 64, 32)
 
 WARPS = 4
 
-MOST_ROWS = 32
-"""The most rows of a source that a program handles together."""
+MOST_MEMBERS, QUERIES = 4, 16
+"""The most rows that a program handles, as long as these have no more queries that share keys."""
 
 
-def most_queries(dim: int, itemsize: int) -> int:
-    """Return the most queries that share keys for which a program has enough registers.
+def members(k: int, group: int) -> int:
+    """Return how many of K rows, with ``group`` queries each, a program handles: a power of two."""
+    found = 1
+    while 2 * found <= MOST_MEMBERS and 2 * found * group <= QUERIES and found < k:
+        found *= 2
+    return found
+
+
+def most_group(dim: int, itemsize: int) -> int:
+    """Return the most queries of a row that share keys for which a program has enough registers.
 
     Args:
         dim: the size of a head.
@@ -34,8 +44,8 @@ def most_queries(dim: int, itemsize: int) -> int:
     return 64 if dim <= 64 else 32
 
 
-SCANNED: tl.constexpr = tl.constexpr(64)
-"""Positions that are compared at a time to find out how much all rows share."""
+SCANNED: tl.constexpr = tl.constexpr(256)
+"""Positions that are compared at a time to find out how much the rows share."""
 
 
 @triton.jit
@@ -78,30 +88,34 @@ def attend(
     keys, values, place, position,
     mask, m_row, m_head, m_place, bias, b_row, b_head, b_place,
     k, capacity, scaling,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (source, kv head): attend from all K · GROUP queries, and write the new keys.
+    """Program (MEMBERS rows, kv head): attend from their GROUP queries each; write the new keys.
 
     Queries, new keys and new values are sums of PARTS numbers, ``step`` apart. They are rotated if
-    there are cosines. SPAN = BLOCK / ROWS positions of all rows are read at a time.
+    there are cosines. SPAN = BLOCK / MEMBERS positions of each row are read at a time.
     """
-    source = tl.program_id(0).to(tl.int64)
+    groups = tl.cdiv(k, MEMBERS)
+    source = (tl.program_id(0) // groups).to(tl.int64)
+    leader = tl.program_id(0) % groups * MEMBERS
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)
     length = tl.load(position + source).to(tl.int32)
     n = tl.arange(0, QUERIES)
-    queried, member, head = n < k * GROUP, n // GROUP, kv_head * GROUP + n % GROUP
+    member, head = leader + n // GROUP, kv_head * GROUP + n % GROUP
+    queried = (n < MEMBERS * GROUP) & (member < k)
     row = source * k + member
     half = tl.arange(0, HALF)[None, :]
     shown = queried[:, None]
 
-    # How many positions all rows share, from the first one on.
-    every, shared = tl.arange(0, ROWS), length
+    # How many positions the rows share, from the first one on.
+    every, shared = leader + tl.arange(0, MEMBERS), length
     table = place + source * k * capacity
+    first_row = table + leader * capacity
     for start in range(0, length, SCANNED):
         t = start + tl.arange(0, SCANNED)
-        first = tl.load(table + t, mask=t < length, other=0)[None, :]
+        first = tl.load(first_row + t, mask=t < length, other=0)[None, :]
         compared = (every < k)[:, None] & (t < length)[None, :]
         other = tl.load(table + every[:, None] * capacity + t[None, :], mask=compared, other=0)
         differs = tl.max((compared & (other != first)).to(tl.int32), axis=0)
@@ -136,7 +150,7 @@ def attend(
     for start in range(0, shared, BLOCK):
         t = start + tl.arange(0, BLOCK)
         held = t < shared
-        holder = tl.load(table + t, mask=held, other=0)
+        holder = tl.load(first_row + t, mask=held, other=0)
         spot = (((source * k + holder) * kv_heads + kv_head) * capacity + t)[:, None] * (2 * HALF)
         spot += half
         # All loads are issued before the first result is waited for.
@@ -151,20 +165,18 @@ def attend(
         mean, rest = blend(weight, fade, value, mean), blend(weight, fade, other, rest)
 
     slot = tl.arange(0, BLOCK)
-    holder, within = slot // SPAN, slot % SPAN
+    whose, within = leader + slot // SPAN, slot % SPAN
+    own_past = member[:, None] == whose[None, :]
     for start in range(shared, length, SPAN):
         t = start + within
-        held = (holder < k) & (t < length)
+        held = (whose < k) & (t < length)
+        holder = tl.load(table + whose * capacity + t, mask=held, other=0)
         spot = (((source * k + holder) * kv_heads + kv_head) * capacity + t)[:, None] * (2 * HALF)
         spot += half
         value = tl.load(values + spot, mask=held[:, None], other=0.0)
         other = tl.load(values + spot + HALF, mask=held[:, None], other=0.0)
         score = _score(q, p, keys, spot, held[:, None], scaling, HALF)
-        near = start + tl.arange(0, SPAN)
-        there = shown & (near < length)[None, :]
-        own = tl.load(table + member[:, None] * capacity + near[None, :], mask=there, other=-1)
-        own = own[:, None, :] == every[None, :, None]
-        asked = tl.reshape(own, (QUERIES, BLOCK)) & held[None, :] & shown
+        asked = own_past & held[None, :] & shown
         score = tl.where(asked, score, float("-inf"))
         score = plus(score, mask, m_at + t[None, :] * m_place, asked)
         score = plus(score, bias, b_at + t[None, :] * b_place, asked)
@@ -184,7 +196,7 @@ def attend(
     once = shown & (n % GROUP == 0)[:, None]
     tl.store(keys + own, k_one, mask=once)
     tl.store(keys + own + HALF, k_two, mask=once)
-    # In later steps a value that a row does not refer to has the weight 0, and 0 · inf is NaN. A
-    # row that does refer to it has met it here already.
+    # In later steps a value has the weight 0 for other rows, and 0 · inf is NaN. A row that refers to
+    # it has met it here already.
     tl.store(values + own, _finite(v_one), mask=once)
     tl.store(values + own + HALF, _finite(v_two), mask=once)
