@@ -287,6 +287,11 @@ def scaling() -> list[Row]:
     return rows
 
 
+def _searched(model: Any, ids: Tensor, k: int, design: str, steps: int) -> None:
+    inputs = TransformersModel(model, input_ids=ids)
+    search(inputs, k, design, max_length=steps, generator=0).sequences.cpu()
+
+
 def kernels(most: int = 12, steps: int = 128) -> list[Row]:
     """Where the time of a step goes: the kernels that take the most of it, and the gaps.
 
@@ -300,14 +305,9 @@ def kernels(most: int = 12, steps: int = 128) -> list[Row]:
         model.generation_config.eos_token_id = None
         ids = torch.randint(2, model.config.vocab_size, (batch, length), device=DEVICE)
         for design in ("conditional-poisson", "stratified"):
-
-            def run(
-                design: str = design, model: Any = model, ids: Tensor = ids, k: int = k
-            ) -> None:
-                inputs = TransformersModel(model, input_ids=ids)
-                search(inputs, k, design, max_length=steps, generator=0).sequences.cpu()
-
-            run(), run()
+            run = partial(_searched, model, ids, k, design, steps)
+            for _ in range(2):
+                run()
             with profile(activities=[ProfilerActivity.CUDA]) as found:
                 run()
             launches = [e for e in found.events() or [] if "CUDA" in str(e.device_type)]

@@ -196,7 +196,7 @@ def attend(
     once = shown & (n % GROUP == 0)[:, None]
     tl.store(keys + own, k_one, mask=once)
     tl.store(keys + own + HALF, k_two, mask=once)
-    # In later steps a value has the weight 0 for other rows, and 0 · inf is NaN. A row that refers to
-    # it has met it here already.
+    # In later steps a value has the weight 0 for other rows, and 0 · inf is NaN. A row that refers
+    # to it has met it here already.
     tl.store(values + own, _finite(v_one), mask=once)
     tl.store(values + own + HALF, _finite(v_two), mask=once)
