@@ -364,3 +364,23 @@ def test_a_design_that_picks_too_few_columns_is_named() -> None:
 
     with pytest.raises(ValueError, match=r"narrow picked indices of the shape \[1, 2\]"):
         search(MODEL, 3, Narrow(), max_length=3)
+
+
+@pytest.mark.parametrize("high", [1e10, 1e15, 1e20, 1e30])
+def test_one_score_far_above_all_others(high: float) -> None:
+    """It is found with certainty, or refused; the search never goes on for ever."""
+    table = 4 * torch.randn((50, 300), generator=torch.Generator().manual_seed(0))
+
+    def scores(prefixes: torch.Tensor) -> torch.Tensor:
+        found = table[prefixes.sum(-1) % 50].clone()
+        found[:, 7] += high
+        return found
+
+    model = FunctionModel(scores, 300, eos=0)
+    if high <= 1e15:
+        beams = search(model, 3, "conditional-poisson", max_length=6, generator=0)
+        assert beams.tokens(0)[0] == [7] * 6
+        assert float(beams.log_prob[0, 0]) == 0.0
+    else:
+        with pytest.raises(ValueError, match=r"the scores reach 1e\+\d0, beside which float64"):
+            search(model, 3, "conditional-poisson", max_length=6, generator=0)

@@ -220,6 +220,11 @@ class CandidateWeights(Weights):
 
             if lacking(1) <= enough or lacking(4) <= enough:
                 break
+            if not bool(sums.isfinite().all()):
+                raise ValueError(
+                    f"the scores reach {float(chunks.maxima.max()):.2g}, beside which float64 "
+                    "cannot tell candidates apart; they must be within 1e15 of each other, or -inf"
+                )
             chunks = chunks.with_terms(2 * terms)
         sums, masses = sums.T, table[0]
         if differ:
