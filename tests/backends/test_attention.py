@@ -223,7 +223,7 @@ def check_little_shared_memory() -> None:
 
             return launch
 
-    case = Case(3, 1, 64, [37, 12], torch.float32, "cpu")
+    case = Case(3, 1, 32, [37, 12], torch.float32, "cpu")
     with patch.object(tree_attention, "attend", Small()), patch.dict(attention._BLOCKS, clear=True):
         check_by_table(case, None, None, None)
         check_by_table(case, None, None, None)

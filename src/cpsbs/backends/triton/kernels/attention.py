@@ -132,7 +132,7 @@ def attend_in_tree(
     queries = max(tree.QUERIES, triton.next_power_of_2(members * group))
     count = 1 if parts is None else len(parts)
     kind = (query.device, dtype, dim, group, members, count, mask is None, bias is None)
-    for block in _BLOCKS.get(kind, tree.BLOCKS):
+    for block in _BLOCKS.get(kind, tree.blocks(dim, dtype.itemsize)):
         try:
             tree.attend[(sources * triton.cdiv(k, members), kv_heads)](
                 *(out, query, query.stride(0), query.stride(1)),

@@ -18,6 +18,9 @@ from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weight
 BLOCKS = (128, 64, 32)
 """Keys that a program multiplies at a time: the first of these for which it has enough memory."""
 
+WIDE = 128
+"""The most bytes of a head with which a program has enough registers for the most keys."""
+
 WARPS = 4
 
 MOST_MEMBERS, QUERIES = 4, 16
@@ -42,6 +45,11 @@ def most_group(dim: int, itemsize: int) -> int:
     if itemsize > 2:
         return 16
     return 64 if dim <= 64 else 32
+
+
+def blocks(dim: int, itemsize: int) -> tuple[int, ...]:
+    """Return which of ``BLOCKS`` to try, for heads of this size."""
+    return BLOCKS[dim * itemsize > WIDE :]
 
 
 SCANNED: tl.constexpr = tl.constexpr(256)
