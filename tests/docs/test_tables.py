@@ -283,6 +283,12 @@ def test_the_page_on_speed_shows_the_engines() -> None:
     bleu = {(row["what"], row["weights"]): float(row["BLEU"]) for row in own}
     gap = abs(bleu["beam search", "int8"] - bleu["CTranslate2, beam search", "int8"])
     assert f"differs by {gap:.2f} on all sentences" in page
+    on_gpu = results("engines_cuda")
+    assert_shown("docs/speed.md", on_gpu, ("engines_cuda",))
+    few = [row for row in on_gpu["engines_cuda"] if row["batch"] == "64"]
+    ours = [row for row in few if row["what"].startswith(("CPSBS", "stratified"))]
+    assert len(ours) == 4
+    assert all(row["over CTranslate2"] > 1 for row in ours)
 
 
 def test_streaming_costs_what_the_page_says() -> None:
