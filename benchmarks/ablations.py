@@ -67,7 +67,7 @@ def _with_and_without_growing(model: str, sources: int, k: int, run: Run) -> Row
         "k": k,
         "seconds with": statistics.median(a for a, _ in times),
         "seconds without": statistics.median(b for _, b in times),
-        "with / without": statistics.median(a / b for a, b in times),
+        "time with / without": statistics.median(a / b for a, b in times),
     }
 
 
@@ -149,9 +149,9 @@ def _with_and_without_redirect(
             "k": k,
             "logits": name,
             "ms a step": 1e3 * whole[name] / steps,
-            "over copied": whole[name] / whole["copied"],
+            "time over copied": whole[name] / whole["copied"],
             "ms a further step": 1e3 * further[name],
-            "over copied there": further[name] / further["copied"],
+            "time over copied, further": further[name] / further["copied"],
         }
         for name in ways
     ]
@@ -166,7 +166,13 @@ def _patched(run: Run, owner: Any, name: str, value: object) -> None:
 def main() -> None:
     """Measure, print tables and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", choices=[[], "growing", "logits"])
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        choices=[[], "growing", "logits"],
+        metavar="PART",
+        help="growing or logits. Default: growing, or with --page only what is in the file",
+    )
     parser.add_argument("--source", type=Path, help="sentences to translate, for growing")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--page", type=Path, help="put the figures into the tables of this page")

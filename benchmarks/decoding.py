@@ -76,8 +76,8 @@ def compare(model: Any, k: int, seconds: float) -> list[dict[str, object]]:
         {
             "k": k,
             "design": name,
-            "ms_a_step": 1e3 * t[name] / STEPS,
-            "ratio": t[name] / t["transformers"],
+            "ms a step": 1e3 * t[name] / STEPS,
+            "time over transformers'": t[name] / t["transformers"],
         }
         for name in runs
     ]

@@ -8,9 +8,9 @@ here; beam search by CTranslate2 with the same weights (``benchmarks.ctranslate2
 beam search by transformers. On a CPU weights are in float32 and in int8, with a thread for every
 core; on a GPU they are in float16. A run goes from texts to texts. Runs take turns, the figures are
 medians over the rounds, and a ratio is the median of the ratios of single rounds. "over
-CTranslate2" compares with its beam search of the same precision and batch size. "A second of a
-core" is processor time, which other work on the machine changes less. BLEU is sacrebleu's, of the
-sentences that were translated.
+CTranslate2" compares with its beam search of the same precision and batch size. "A second of
+processor time" is one of a single core, and other work on the machine changes it less. BLEU is
+sacrebleu's, of the sentences that were translated.
 
 All beam searches here and by CTranslate2 rank hypotheses by log-probability. By default CTranslate2
 divides it by the length, which is another task and has another BLEU. It is asked for the best
@@ -68,7 +68,7 @@ class Place:
 
 
 DESIGNS = {
-    "beam search": ("top-k", 1.0),
+    "cpsbs, beam search": ("top-k", 1.0),
     "CPSBS, τ = 0.5": ("conditional-poisson", 0.5),
     "stratified, τ = 0.5": ("stratified", 0.5),
 }
@@ -205,8 +205,8 @@ def compared(
                 "weights": weights,
                 "sentences a second": statistics.median(own),
                 "over CTranslate2": ratio(own, rates.get((RIVAL, weights))),
-                "a second of a core": statistics.median(of_cores),
-                "over CTranslate2 there": ratio(of_cores, work.get((RIVAL, weights))),
+                "a second of processor time": statistics.median(of_cores),
+                "over CTranslate2, processor time": ratio(of_cores, work.get((RIVAL, weights))),
                 "BLEU": f"{bleu[name, weights]:.2f}" if "beam" in name else "-",
             }
         )

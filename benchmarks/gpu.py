@@ -123,7 +123,12 @@ def selection() -> list[Row]:
         t = medians(functions, 30)
         shape = f"{sources} × {k} × {tokens}, {str(dtype)[6:]}"
         rows += [
-            {"scores": shape, "what": name, "ms": 1e3 * t[name], "over topk": t[name] / t["topk"]}
+            {
+                "scores": shape,
+                "what": name,
+                "ms": 1e3 * t[name],
+                "time over topk": t[name] / t["topk"],
+            }
             for name in functions
         ]
     return rows
@@ -185,7 +190,7 @@ def decoding() -> list[Row]:
                 "ms a step": 1e3 * step,
                 "times as fast": theirs[0] / step,
                 "ms a further step": 1e3 * further,
-                "times as fast there": theirs[1] / further,
+                "times as fast, further": theirs[1] / further,
                 "share of the selection": selects[name] / further if name in selects else "-",
             }
             for name, (step, further) in t.items()
@@ -278,7 +283,7 @@ def scaling() -> list[Row]:
                 "k": k,
                 "V": tokens,
                 "ms": 1e3 * t["ours"],
-                "over topk": t["ours"] / t["topk"],
+                "time over topk": t["ours"] / t["topk"],
                 "GB/s": scores.nbytes / t["ours"] / 1e9,
                 "memory over scores": extra / scores.nbytes,
             }
@@ -483,12 +488,23 @@ def main() -> None:
         "first": first,
     }
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("parts", nargs="*", help="some of these", choices=[[], *parts, "corpus"])
+    parser.add_argument(
+        "parts",
+        nargs="*",
+        choices=[[], *parts, "corpus"],
+        metavar="PART",
+        help=f"some of {', '.join(parts)}, and corpus, which needs --source. Default: all, or with "
+        "--page none, which only puts what is in the file into the page",
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--source", type=Path, help="sentences to translate, for corpus")
     parser.add_argument("--page", type=Path, help="put what is in the file into this page's tables")
-    parser.add_argument("--before", type=Path, help="another version of src/, for first")
+    parser.add_argument(
+        "--before", type=Path, help="src/ of another version, which first compares with"
+    )
     arguments = parser.parse_args()
+    if "corpus" in arguments.parts and not arguments.source:
+        parser.error("corpus needs --source, a file of sentences to translate")
     parts["first"] = partial(first, arguments.before)
     if arguments.source:
         parts["corpus"] = lambda: corpus(arguments.source)

@@ -45,7 +45,7 @@ class Shape:
 
 GROWS = {
     "k": ("K", (1, 2, 5, 10, 20, 50)),
-    "vocabulary": ("V", (4_000, 16_000, 64_000, 128_000)),
+    "vocabulary": ("vocabulary", (4_000, 16_000, 64_000, 128_000)),
     "sources": ("sources", (1, 2, 4, 8, 16, 32, 64)),
     "steps": ("steps", (16, 32, 64, 128, 256)),
 }
@@ -125,7 +125,10 @@ def figure(results: dict[str, Any]) -> bytes:
             axes[0].set_ylabel(f"ms a step, {title}")
             low = min(axis.get_ylim()[0] for axis in axes)
             high = max(axis.get_ylim()[1] for axis in axes)
+            ticks = [t for n in range(-1, 4) for t in (10**n, 2 * 10**n, 5 * 10**n)]
+            ticks = [t for t in ticks if low <= t <= high]
             for axis in axes:
+                axis.set_yticks(ticks, [f"{t:g}" for t in ticks])
                 axis.set_ylim(low, high)
         handles, labels = grid[0][0].get_legend_handles_labels()
         made.legend(handles, labels, loc="outside lower center", ncols=len(DESIGNS))

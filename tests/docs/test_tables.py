@@ -188,17 +188,71 @@ def test_the_model_card_shows_the_last_scores() -> None:
 
 def test_the_page_on_speed_shows_the_last_results() -> None:
     page = read("docs/speed.md")
-    names = ("first", "selection", "decoding", "weights", "corpus", "leak", "scaling")
+    names = ("first", "selection", "decoding", "weights", "corpus", "scaling")
     on_gpu = results("gpu")
     assert_shown("docs/speed.md", on_gpu, names)
-    taken = {row["what"]: row["ms"] for row in on_gpu["selection"] if row["scores"][:2] == "32"}
-    assert f"takes {taken['conditional-poisson, recorded']:.3f} ms, where the aim" in page
+    assert_shown("docs/speed.md", results("ablations"), ("growing", "logits"))
+    assert [row["bytes more"] for row in on_gpu["leak"]] == [0]
+    assert "not a byte more is allocated" in page
+    ours = [
+        row for row in on_gpu["decoding"] if row["what"] in ("conditional-poisson", "stratified")
+    ]
+    fast = [row["times as fast"] for row in ours]
+    assert f"on an H200 is {min(fast):.1f} to {max(fast):.1f} times as fast" in page
+    share = max(
+        row["share of the selection"]
+        for row in on_gpu["decoding"]
+        if row["share of the selection"] != "-"
+    )
+    assert f"and at most {share:.2f} of a step on a GPU" in page
+    steps = {(row["shape"], row["what"]): row for row in on_gpu["weights"]}
+    small, large = (steps[shape, "conditional-poisson"] for shape in ("1B", "7B"))
+    assert f"a 1B Llama takes {small['ms a further step']:.2f} ms" in page
+    assert f"a 7B Llama {large['times as long']:.2f} times the reading" in page
+    first = {
+        row["version"]: row["seconds for the first result"]
+        for row in on_gpu["first"]
+        if row["design"] == "stratified" and row["kernels"] == "compiled now"
+    }
+    assert f"after {first['now']:.2f} instead of {first['before']:.1f} seconds" in page
     on_cpu = results("decoding")
     assert_shown("docs/speed.md", on_cpu, ("shares", "k5", "k20"))
-    shares = [row[part] for row in on_cpu["shares"] for part in ("selection", "reading")]
-    assert f"at most {max(shares):.2f}, and reading" in page
+    selection, reading = (max(row[x] for row in on_cpu["shares"]) for x in ("selection", "reading"))
+    assert f"the selection is at most {selection:.2f} of a search on a CPU" in page
+    assert (
+        f"at most {selection:.2f} of a search, and reading the scores takes at most {reading:.2f}"
+        in page
+    )
     copies = [row["copies"] for row in on_cpu["memory"] if row["design"] == "conditional-poisson"]
     assert f"at most {max(copies):.2f} times the memory of its scores" in page
+
+
+def test_selections_on_a_gpu_take_what_the_page_says() -> None:
+    page = read("docs/speed.md")
+    sizes: dict[str, dict[str, dict[str, float]]] = {}
+    for row in results("gpu")["selection"]:
+        sizes.setdefault(row["scores"], {})[row["what"].removesuffix(", recorded")] = row
+    first, second = sizes.values()
+    for size in (first, second):
+        ours = [size[name] for name in size if name not in ("copy", "topk", "log-softmax and topk")]
+        assert max(row["time over topk"] for row in ours) < 0.333
+        assert size["stratified"]["time over topk"] < 0.25
+        reached = {name for name in size if size[name]["ms"] <= 2 * size["copy"]["ms"]}
+        assert {"top-k", "stratified"} <= reached
+        assert "conditional-poisson" not in reached
+    assert f"takes {first['conditional-poisson']['ms']:.3f} ms at the first size, where" in page
+    assert f"a selection of CPSBS takes {first['conditional-poisson']['ms']:.3f} ms (aim" in page
+
+
+def test_the_page_on_speed_says_how_steps_grow() -> None:
+    rows = results("growth")["growth_cpu"]
+    page, ratios, proportional = read("docs/speed.md"), [], []
+    for design in ("top-k", "conditional-poisson", "stratified"):
+        by = {(row["grows"], row[row["grows"]]): row[design] for row in rows}
+        ratios.append(by["vocabulary", 128_000] / by["vocabulary", 16_000])
+        proportional.append(by["sources", 64] / by["sources", 32])
+    assert f"takes {min(ratios):.1f} to {max(ratios):.1f} times as long" in page
+    assert all(1.9 < ratio < 2.1 for ratio in proportional)
 
 
 def test_the_page_on_gpus_tells_the_last_speeds() -> None:
@@ -210,10 +264,13 @@ def test_the_page_on_gpus_tells_the_last_speeds() -> None:
     assert f"and {llama:.1f} times for a model of the shape of a 1B Llama" in page
     marian, llama = (fast[name, "stratified"] for name in models)
     assert f"`stratified` takes longer for a step: {marian:.1f} and {llama:.1f} times" in page
-    corpus = {(row["batch"], row["what"]): row for row in measured["corpus"]}
-    best = corpus[1024, "conditional-poisson, refilled by halves"]
-    speed, ratio = best["sentences a second"], best["over transformers' best"]
-    assert f"at {speed:,.0f} sentences a second, {ratio:.0f} times transformers' best" in page
+    engines = {(row["batch"], row["what"]): row for row in results("engines_cuda")["engines_cuda"]}
+    speeds = [
+        engines["own", name]["sentences a second"]
+        for name in ("CPSBS, τ = 1", "transformers, beam search")
+    ]
+    ratio = speeds[0] / speeds[1]
+    assert f"at {speeds[0]:,.0f} sentences a second, {ratio:.0f} times as fast as" in page
 
 
 def test_what_the_page_says_of_its_tables() -> None:
@@ -276,19 +333,39 @@ def test_the_page_on_speed_shows_the_engines() -> None:
     page, measured = read("docs/speed.md"), results("engines_cpu")
     assert_shown("docs/speed.md", measured, ("engines_cpu",))
     rows = measured["engines_cpu"]
-    ours = [row for row in rows if not row["what"].startswith(("CTranslate2", "transformers"))]
-    assert "faster than CTranslate2 in batches of every size" in page
-    assert all(row["over CTranslate2"] > 1 for row in ours)
-    own = [row for row in rows if row["batch"] == "own" and "beam" in row["what"]]
-    bleu = {(row["what"], row["weights"]): float(row["BLEU"]) for row in own}
-    gap = abs(bleu["beam search", "int8"] - bleu["CTranslate2, beam search", "int8"])
+    ahead = [
+        row["over CTranslate2"]
+        for row in rows
+        if not row["what"].startswith(("CTranslate2", "transformers"))
+    ]
+    said = f"{min(ahead):.2f} to {max(ahead):.2f} times as many sentences a second as with"
+    assert min(ahead) > 1
+    assert said in page
+    beam = {(row["batch"], row["what"], row["weights"]): row for row in rows}
+    eight = [
+        beam["8", f"{name}, beam search", "float32"]["sentences a second"]
+        for name in ("cpsbs", "transformers")
+    ]
+    assert f"Transformers' beam search is {eight[0] / eight[1]:.1f} times slower" in page
+    ours, exact = (beam["own", "cpsbs, beam search", weights] for weights in ("int8", "float32"))
+    gap = abs(float(ours["BLEU"]) - float(beam["own", "CTranslate2, beam search", "int8"]["BLEU"]))
     assert f"differs by {gap:.2f} on all sentences" in page
+    faster = ours["sentences a second"] / exact["sentences a second"]
+    lost = float(exact["BLEU"]) - float(ours["BLEU"])
+    assert f"is {faster:.1f} times as fast as float32" in page
+    assert f"and {lost:.2f} BLEU lower" in page
     on_gpu = results("engines_cuda")
     assert_shown("docs/speed.md", on_gpu, ("engines_cuda",))
-    few = [row for row in on_gpu["engines_cuda"] if row["batch"] == "64"]
-    ours = [row for row in few if row["what"].startswith(("CPSBS", "stratified"))]
-    assert len(ours) == 4
-    assert all(row["over CTranslate2"] > 1 for row in ours)
+    ours = [r for r in on_gpu["engines_cuda"] if r["what"].startswith(("CPSBS", "stratified"))]
+    few, own = (
+        [r["over CTranslate2"] for r in ours if r["batch"] == batch] for batch in ("64", "own")
+    )
+    assert len(few) == len(own) == 4
+    assert min(few) > 1
+    assert f"{min(few):.2f} to {max(few):.2f} times as many as CTranslate2 in batches of 64" in page
+    assert f"and {min(own):.2f} to {max(own):.2f} times as many in batches of each" in page
+    work = [r["over CTranslate2, processor time"] for r in ours if r["batch"] == "64"]
+    assert sum(ratio > 1 for ratio in work) == 1
 
 
 def test_streaming_costs_what_the_page_says() -> None:
