@@ -47,7 +47,8 @@ from cpsbs.text import EMBEDDED, demonstration, embedded_models
 
 app = typer.Typer(
     cls=Commands,
-    help="Draw different sequences from a model, without replacement, and estimate with them.",
+    help="Draw different sequences from a model, without replacement, and estimate expectations "
+    "from them.",
     epilog=EPILOG,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -180,7 +180,7 @@ def mbr_command(
     design: Annotated[
         str,
         typer.Option(
-            help="Sampling design of the evidence; [bold]cpsbs designs[/] lists them.",
+            help="Sampling design of the evidence. Run [bold]cpsbs designs[/] for a list.",
             rich_help_panel=DRAW,
         ),
     ] = DEFAULT_DESIGN,

@@ -33,7 +33,7 @@ Skip = Annotated[
     typer.Option(
         "--skip",
         help="Skip lines that are empty, too long or not text, and report them. Default: stop "
-        "before anything of their window is computed; results before it are kept.",
+        "at the first such line, and keep the results that are complete by then.",
         rich_help_panel=INPUT,
     ),
 ]
@@ -61,8 +61,8 @@ UntilMass = Annotated[
     typer.Option(
         "--until-mass",
         metavar="MASS",
-        help="Draw -k sequences at a time, never one twice, until those of a text have this "
-        "probability together, and then once more, so that the weights stay unbiased.",
+        help="Draw -k different sequences at a time until their total probability reaches MASS, "
+        "then once more, so that the weights stay unbiased.",
         rich_help_panel=DRAW,
     ),
 ]
@@ -80,7 +80,7 @@ DesignName = Annotated[
     str,
     typer.Option(
         "--design",
-        help="Sampling design; [bold]cpsbs designs[/] lists them.",
+        help="Sampling design. Run [bold]cpsbs designs[/] for a list.",
         rich_help_panel=DRAW,
     ),
 ]
@@ -127,8 +127,8 @@ ModelName = Annotated[
     typer.Option(
         "--model",
         "-m",
-        help="Embedded model ([bold]cpsbs models[/] lists them), folder, or id on the Hugging Face "
-        "hub. Encoder–decoder, or causal with the text as its prompt.",
+        help="Embedded model (run [bold]cpsbs models[/] for a list), folder, or id on the Hugging "
+        "Face hub. Encoder–decoder, or causal with the text as its prompt.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -177,7 +177,8 @@ BatchSize = Annotated[
     typer.Option(
         min=1,
         max=MOST,
-        help="Number of texts to decode at once. Default: 320 / K, on a GPU 5120 / K or what fits.",
+        help="Number of texts to decode at once. Default: 320 / K in each core of a CPU; on a GPU "
+        "5120 / K, or what fits.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -262,7 +263,8 @@ Format = Annotated[
     typer.Option(
         "--format",
         help="wide: one JSON object for each text. long: one row for each sequence, with source, "
-        "rank, text, tokens, p, pi, weight, length and finished.",
+        "rank, text, tokens, p, pi, weight, length and finished, and in files a fingerprint of the "
+        "command (job).",
         rich_help_panel=RESULT,
     ),
 ]
