@@ -73,10 +73,11 @@ ARGUMENTS: dict[str, list[Any]] = {
 """The types of the arguments of each function."""
 
 RETURNING = (
-    *("find_largest", "multiplies_bytes", "multiplies_floats"),
-    *("poisson_laws", "stratified_targets", "take_steps"),
+    *("draw_stratified", "find_largest", "multiplies_bytes", "multiplies_floats", "normalize"),
+    *("poisson_fill", "poisson_laws", "stratified_targets", "take_steps"),
 )
-"""The functions that return whether they can, or could, do what they are asked for."""
+"""The functions that return whether they can, or could, do what they are asked for, or that there
+is too little memory for it."""
 
 
 class Fields(ctypes.Structure):
@@ -121,11 +122,18 @@ def library() -> Any | None:
         found = ctypes.CDLL(str(_built(compiler)))
         for name, types in ARGUMENTS.items():
             getattr(found, name).argtypes = types
-            getattr(found, name).restype = INTEGER if name in RETURNING else None
+            getattr(found, name).restype = _whether if name in RETURNING else None
     except (OSError, RuntimeError, subprocess.SubprocessError, AttributeError) as error:
         log.info("decoding on the CPU uses torch alone: %s", error)
         return None
     return found
+
+
+def _whether(returned: int) -> bool:
+    """Return what a function says; raise a ``MemoryError`` if it says there is too little."""
+    if returned < 0:
+        raise MemoryError("there is too little memory for a step of the search")
+    return returned > 0
 
 
 def _built(compiler: list[str]) -> Path:

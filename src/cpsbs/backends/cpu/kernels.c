@@ -2,7 +2,7 @@
    the rounding of rows to eight bits. compiled.py compiles this file and says what the arguments
    are. All matrices are row-major, and a stride is the number of elements between rows. */
 
-#include "vectors.h"
+#include "kernels.h"
 
 /* What is added to the scores of the keys first, first + 1, ... of a query at this position. */
 static inline vec biases(const float *bias, int64_t reach, int64_t first, int64_t position) {
@@ -64,7 +64,8 @@ UNROLLED
 }
 
 /* out[r, h] = attention of query[r, h] to the slots table[table_row[r], :length[r]] of source[r]. Unless
-   it is null, bias [heads, 2 reach + 1] has what is added to scores: see places in layers.h. Rows are in the order of their sources, so that a source's keys are read once from memory. */
+   it is null, bias [heads, 2 reach + 1] has what is added to scores: see places in layers.h. Rows are
+   in the order of their sources, so that a source's keys are read once from memory. */
 void attend(const float *query, int64_t query_stride, const float *keys, const float *values,
             int64_t capacity, const int32_t *table, int64_t table_stride, const int32_t *table_row,
             const int32_t *length, const int32_t *source, int64_t rows, int64_t heads,

@@ -1,8 +1,6 @@
 /* The largest candidates of a source: they lie in the chunks with the largest maxima, and only these
    are scanned (cpsbs.scores.largest). */
 
-#include <stdlib.h>
-
 #include "scores.h"
 
 /* The largest difference of log-probabilities for which float32 is precise enough. */
@@ -37,24 +35,19 @@ static void places_of_largest(const uint32_t *key, int64_t count, int64_t most, 
         if (key[i] > last || (key[i] == last && equal-- > 0)) place[n++] = (int32_t)i;
 }
 
-head head_for(const scores *s, int64_t most) {
+head head_for(const scores *s, int64_t most, memory *m) {
     head h = {.most = most, .stride = (s->length + LANES - 1) / LANES * LANES};
     int64_t chunks = s->parents * s->chunks, members = most * h.stride;
     int64_t keys = chunks > members ? chunks : members;
-    h.chunk = malloc(most * sizeof *h.chunk);
-    h.member = malloc(members * sizeof *h.member);
-    h.place = malloc(most * sizeof *h.place);
-    h.item = malloc(most * sizeof *h.item);
-    h.value = malloc(most * sizeof *h.value);
-    h.level = malloc(chunks * sizeof *h.level);
-    h.key = malloc(keys * sizeof *h.key);
-    h.some = malloc((members + 1) * sizeof *h.some);
+    h.chunk = room_for(m, most * sizeof *h.chunk);
+    h.member = room_for(m, members * sizeof *h.member);
+    h.place = room_for(m, most * sizeof *h.place);
+    h.item = room_for(m, most * sizeof *h.item);
+    h.value = room_for(m, most * sizeof *h.value);
+    h.level = room_for(m, chunks * sizeof *h.level);
+    h.key = room_for(m, keys * sizeof *h.key);
+    h.some = room_for(m, (members + 1) * sizeof *h.some);
     return h;
-}
-
-void free_head(head *h) {
-    free(h->chunk), free(h->member), free(h->place), free(h->item);
-    free(h->value), free(h->level), free(h->key), free(h->some);
 }
 
 /* The scores of a parent, or null if its one candidate is token 0, with the score 0. */
@@ -196,9 +189,10 @@ void sum_outside(const scores *s, int64_t source, head *h, double unit, float od
 /* Write the most largest candidates [sources, most] and their log-probabilities, in descending
    order; return whether that is possible here. */
 int64_t find_largest(const scores *s, int64_t most, double *value, int64_t *item) {
-    head h = head_for(s, most);
+    memory m = {0};
+    head h = head_for(s, most, &m);
     int64_t r = 0;
-    for (; r < s->sources; r++) {
+    for (; !m.failed && r < s->sources; r++) {
         if (!find_head(s, r, &h)) break;
         double *v = value + r * most;
         int64_t *n = item + r * most;
@@ -208,14 +202,15 @@ int64_t find_largest(const scores *s, int64_t most, double *value, int64_t *item
             v[j] = h.value[i], n[j] = h.item[i];
         }
     }
-    free_head(&h);
-    return r == s->sources;
+    release(&m);
+    return m.failed ? NO_MEMORY : r == s->sources;
 }
 
 /* total = log of the sum of e^score over the tokens of each parent, and offset = log_prob - total. */
-void normalize(const scores *s, const double *log_prob, double *total, double *offset) {
-    double *weight = malloc(s->chunks * sizeof *weight);
-    for (int64_t p = 0; p < s->sources * s->parents; p++) {
+int64_t normalize(const scores *s, const double *log_prob, double *total, double *offset) {
+    memory m = {0};
+    double *weight = room_for(&m, s->chunks * sizeof *weight);
+    for (int64_t p = 0; !m.failed && p < s->sources * s->parents; p++) {
         const float *maxima = s->maxima + p * s->chunks, *sums = s->sums + p * s->chunks;
         float top = -INFINITY;
         for (int64_t c = 0; c < s->chunks; c++) top = maxima[c] > top ? maxima[c] : top;
@@ -228,5 +223,6 @@ void normalize(const scores *s, const double *log_prob, double *total, double *o
         total[p] = log(sum) + top / s->temperature;
         offset[p] = log_prob[p] - total[p];
     }
-    free(weight);
+    release(&m);
+    return m.failed ? NO_MEMORY : 1;
 }

@@ -3,8 +3,6 @@
    items of the tail, and inclusion probabilities. Where a source is not an ordinary one, a function
    says so, and torch does all of it. */
 
-#include <stdlib.h>
-
 #include "poisson.h"
 
 static double log_weight(const design *d, double log_p) {
@@ -179,13 +177,13 @@ static int prepare(const scores *s, const design *d, int64_t source, head *h, do
 
 /* Fill in the laws of all sources; return whether all of them are ordinary ones. */
 int64_t poisson_laws(const scores *s, const design *d, const law *l) {
-    head h = head_for(s, d->size);
+    memory m = {0};
+    head h = head_for(s, d->size, &m);
     int64_t chunks = s->parents * s->chunks, source = 0;
-    double *scratch = malloc((4 * d->size + 2 * chunks + 4 * d->half) * sizeof *scratch);
-    while (source < s->sources && prepare(s, d, source, &h, scratch, l)) source++;
-    free(scratch);
-    free_head(&h);
-    return source == s->sources;
+    double *scratch = room_for(&m, (4 * d->size + 2 * chunks + 4 * d->half) * sizeof *scratch);
+    while (!m.failed && source < s->sources && prepare(s, d, source, &h, scratch, l)) source++;
+    release(&m);
+    return m.failed ? NO_MEMORY : source == s->sources;
 }
 
 /* Flip the coins of sources of batch [count] with uniform [count, tries, size + 1]. For those with
@@ -250,10 +248,11 @@ static int64_t tail_item(const scores *s, const design *d, const law *l, int64_t
 /* Put items of the tail into the places of picked [sources, k] from heads [sources] on, for the
    sources of batch [count], with uniform [count, k, 2]. Those without a repeated item are sorted and
    count as filled [count]. */
-void poisson_fill(const scores *s, const design *d, const law *l, const int64_t *batch, int64_t count,
-                  const double *uniform, const int64_t *heads, int64_t *picked, uint8_t *filled) {
-    double *weight = malloc(s->length * sizeof *weight);
-    for (int64_t a = 0; a < count; a++) {
+int64_t poisson_fill(const scores *s, const design *d, const law *l, const int64_t *batch, int64_t count,
+                     const double *uniform, const int64_t *heads, int64_t *picked, uint8_t *filled) {
+    memory m = {0};
+    double *weight = room_for(&m, s->length * sizeof *weight);
+    for (int64_t a = 0; !m.failed && a < count; a++) {
         int64_t r = batch[a], k = d->k, *own = picked + r * k;
         filled[a] = 1;
         for (int64_t i = heads[r]; i < k; i++) {
@@ -266,7 +265,8 @@ void poisson_fill(const scores *s, const design *d, const law *l, const int64_t 
             own[j] = x;
         }
     }
-    free(weight);
+    release(&m);
+    return m.failed ? NO_MEMORY : 1;
 }
 
 /* log pi of the items picked [sources, k]. */
@@ -295,7 +295,7 @@ void poisson_inclusion(const scores *s, const design *d, const law *l, const int
 #define MOST_ROUNDS 64
 
 /* Put a sample into picked [sources, k] from the law of a source; return whether that succeeded. */
-static int draw_source(const scores *s, const design *d, const law *l, int64_t r, generator *random,
+static int64_t draw_source(const scores *s, const design *d, const law *l, int64_t r, generator *random,
                        int64_t *picked, int64_t *heads, double *uniform) {
     int64_t tries = d->tries;
     uint8_t done = 0;
@@ -308,30 +308,37 @@ static int draw_source(const scores *s, const design *d, const law *l, int64_t r
     done = heads[r] == d->k;
     for (int round = 0; !done && round < MOST_ROUNDS; round++) {
         draw_uniform(random, 2 * d->k, uniform);
-        poisson_fill(s, d, l, &r, 1, uniform, heads, picked, &done);
+        if (poisson_fill(s, d, l, &r, 1, uniform, heads, picked, &done) < 0) return NO_MEMORY;
     }
     return done;
 }
 
 /* Draw a sample of each source with its own random numbers: the items picked [sources, k], and their
    log pi. Return whether all sources are ordinary ones. */
-int draw_poisson(const scores *s, const design *d, generator *const *random, int64_t *picked,
-                 double *inclusion) {
+int64_t draw_poisson(const scores *s, const design *d, generator *const *random, int64_t *picked,
+                     double *inclusion) {
     int64_t sources = s->sources, size = d->size, chunks = s->parents * s->chunks;
     int64_t numbers = d->most_tries * (size + 1);
     numbers = numbers > 2 * d->k ? numbers : 2 * d->k;
     int64_t each = size + d->k + 2 + chunks + 2 * d->half + 4;
-    double *real = malloc((sources * each + numbers) * sizeof *real), *uniform = real + sources * each;
-    int64_t *integer = malloc(sources * (size + 1) * sizeof *integer), *heads = integer + sources * size;
+    memory m = {0};
+    double *real = room_for(&m, (sources * each + numbers) * sizeof *real);
+    int64_t *integer = room_for(&m, sources * (size + 1) * sizeof *integer);
+    if (m.failed) {
+        release(&m);
+        return NO_MEMORY;
+    }
+    double *uniform = real + sources * each;
+    int64_t *heads = integer + sources * size;
     law l = {.item = integer, .coin = real};
     l.acceptance = l.coin + sources * size;
     l.share = l.acceptance + sources * (d->k + 2);
     l.turned = l.share + sources * chunks;
     l.number = l.turned + sources * 2 * d->half;
-    int fine = (int)poisson_laws(s, d, &l);
-    for (int64_t r = 0; fine && r < sources; r++)
+    int64_t fine = poisson_laws(s, d, &l);
+    for (int64_t r = 0; fine > 0 && r < sources; r++)
         fine = draw_source(s, d, &l, r, random[r], picked, heads, uniform);
-    if (fine) poisson_inclusion(s, d, &l, picked, inclusion);
-    free(real), free(integer);
+    if (fine > 0) poisson_inclusion(s, d, &l, picked, inclusion);
+    release(&m);
     return fine;
 }

@@ -26,5 +26,5 @@ typedef struct {
     double *number;     /* [sources, 4] reference, unit, tilt, log P(S = K) */
 } law;
 
-int draw_poisson(const scores *s, const design *d, generator *const *random, int64_t *picked,
-                 double *inclusion);
+int64_t draw_poisson(const scores *s, const design *d, generator *const *random, int64_t *picked,
+                     double *inclusion);

@@ -1,8 +1,6 @@
 /* Products of rows with packed weights, in float32 and in int8, with what follows a product: bias,
    activation, residual. cpsbs.backends.cpu.products packs the weights in panels of 64 outputs. */
 
-#include <stdlib.h>
-
 #include "products.h"
 #if defined(__AVX512VNNI__) && defined(__AVX512F__)
 #include <immintrin.h>

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "memory.h"
 #include "vectors.h"
 
 #define MOST_TERMS 4 /* power sums */
@@ -36,10 +37,9 @@ typedef struct {
 
 void read_scores(const float *rows, int64_t count, int64_t tokens, int64_t length, int64_t terms,
                  float over, float *maxima, float *sums);
-void normalize(const scores *s, const double *log_prob, double *total, double *offset);
+int64_t normalize(const scores *s, const double *log_prob, double *total, double *offset);
 int64_t find_largest(const scores *s, int64_t most, double *value, int64_t *item);
-head head_for(const scores *s, int64_t most);
-void free_head(head *h);
+head head_for(const scores *s, int64_t most, memory *m);
 int find_head(const scores *s, int64_t source, head *h);
 void sum_outside(const scores *s, int64_t source, head *h, double unit, float odds, double *sums,
                  float *mass);

@@ -3,7 +3,6 @@
    done that is not compiled: a source has ended, the KV cache needs room, or a source is not an
    ordinary one for the design. */
 
-#include <stdlib.h>
 #include <time.h>
 
 #include "extending.h"
@@ -86,16 +85,6 @@ typedef struct {
     int32_t *slot, *length, *source, *entry, *fresh, *given, *position; /* the next rows */
 } work;
 
-#define MOST_PARTS 24
-
-/* Memory that is freed together. */
-typedef struct {
-    void *part[MOST_PARTS];
-    int count;
-} memory;
-
-static void *room_for(memory *m, int64_t bytes) { return m->part[m->count++] = malloc(bytes); }
-
 static work work_for(const search *s, int64_t chunks, memory *m) {
     int64_t n = s->sources * s->k, table = n * chunks, real = n * sizeof(double);
     work w = {
@@ -118,6 +107,7 @@ static work work_for(const search *s, int64_t chunks, memory *m) {
         .slot = room_for(m, n * s->cache->stride * sizeof(int32_t)),
         .length = room_for(m, 6 * n * sizeof(int32_t)),
     };
+    if (m->failed) return w;
     w.source = w.length + n, w.entry = w.source + n, w.fresh = w.entry + n, w.given = w.fresh + n;
     w.position = w.given + n;
     memset(w.ones, 1, n);
@@ -158,9 +148,9 @@ static scores read_rows(const search *s, int64_t chunks, const work *w) {
     };
 }
 
-static int draw_by_strata(const search *s, const scores *x, const work *w) {
+static int64_t draw_by_strata(const search *s, const scores *x, const work *w) {
     int64_t n = s->sources * s->k, numbers = 3 + 2 * s->k + x->chunks + s->length;
-    memory m = {.count = 0};
+    memory m = {0};
     stratified d = {.k = s->k, .full_share = s->full_share, .log_prob = s->log_prob, .inclusion = s->inclusion};
     d.offset = room_for(&m, n * sizeof(double));
     d.item = room_for(&m, n * sizeof(int64_t));
@@ -168,22 +158,22 @@ static int draw_by_strata(const search *s, const scores *x, const work *w) {
     d.mass = room_for(&m, n * x->chunks * sizeof(float));
     d.number = room_for(&m, 3 * s->sources * sizeof(double));
     double *uniform = room_for(&m, s->sources * numbers * sizeof(double));
-    int fine = (int)stratified_targets(x, &d);
-    if (fine) {
+    int64_t fine = m.failed ? NO_MEMORY : stratified_targets(x, &d);
+    if (fine > 0) {
         for (int64_t r = 0; r < s->sources; r++) draw_uniform(s->random[r], numbers, uniform + r * numbers);
         drawn out = {w->index, w->own, s->state, s->state + n, s->state + 2 * n};
-        draw_stratified(x, &d, uniform, &out);
+        fine = draw_stratified(x, &d, uniform, &out);
     }
-    while (m.count) free(m.part[--m.count]);
+    release(&m);
     return fine;
 }
 
 /* Select k candidates of every source; return whether all sources are ordinary ones. */
-static int selects(const search *s, const scores *x, const work *w) {
-    normalize(x, s->log_prob, w->total, w->offset);
+static int64_t selects(const search *s, const scores *x, const work *w) {
+    if (normalize(x, s->log_prob, w->total, w->offset) < 0) return NO_MEMORY;
     for (int64_t i = 0; i < s->sources * s->k; i++)
         if (!isfinite(w->total[i])) return 0;
-    if (s->rule == LARGEST) return (int)find_largest(x, s->k, w->value, w->index);
+    if (s->rule == LARGEST) return find_largest(x, s->k, w->value, w->index);
     if (s->rule == POISSON) return draw_poisson(x, s->design, s->random, w->index, w->own);
     return draw_by_strata(s, x, w);
 }
@@ -304,7 +294,7 @@ static double now(void) {
 }
 
 /* Add the time since the last call to that of a part. */
-static void count_for(search *s, int part, double *since) {
+static void add_time(search *s, int part, double *since) {
     double t = now();
     s->seconds[part] += t - *since;
     *since = t;
@@ -314,26 +304,31 @@ static void count_for(search *s, int part, double *since) {
    its scores are there and it is to be selected. */
 int64_t take_steps(search *s) {
     int64_t chunks = (s->tokens + s->length - 1) / s->length, selected = 0;
-    memory m = {.count = 0};
+    memory m = {0};
     work w = work_for(s, chunks, &m);
+    if (m.failed) {
+        release(&m);
+        return NO_MEMORY;
+    }
     double since = now();
     for (s->passed = 0;; s->passed++) {
         scores x = read_rows(s, chunks, &w);
         s->count = x.n;
-        count_for(s, READING, &since);
+        add_time(s, READING, &since);
         selected = selects(s, &x, &w);
-        count_for(s, SELECTION, &since);
-        if (!selected) break;
+        add_time(s, SELECTION, &since);
+        if (selected <= 0) break;
         replace(s, &x, &w);
         int64_t most = most_open(s);
         if (!most || s->passed == s->most) break;
         int64_t rows = next_rows(s, most, &w);
         if (!rows) break;
         remember(s);
-        count_for(s, EXTENSION, &since);
+        add_time(s, EXTENSION, &since);
         advance(s, rows, &w);
-        count_for(s, MODEL, &since);
+        add_time(s, MODEL, &since);
     }
-    while (m.count) free(m.part[--m.count]);
+    if (selected > 0) add_time(s, EXTENSION, &since);
+    release(&m);
     return selected;
 }

@@ -145,7 +145,7 @@ def take(
         trace=trace,
         scratch=scratch,
     )
-    selected = bool(compiled.take_steps(ctypes.addressof(search)))
+    selected = compiled.take_steps(ctypes.addressof(search))
     for generator, after in zip(generators, bits, strict=True):
         generator.set_state(after)
     decoder.end(search.count)

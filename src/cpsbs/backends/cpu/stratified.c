@@ -1,8 +1,6 @@
 /* Stratified samples of a beam's candidates: the formulas of cpsbs.designs.targets and
    cpsbs.designs.stratified, source by source. */
 
-#include <stdlib.h>
-
 #include "stratified.h"
 
 #define BELOW_ONE (1 - 0x1p-52)
@@ -51,11 +49,12 @@ int64_t stratified_targets(const scores *given, const stratified *d) {
     scores s = *given;
     s.offset = d->offset;
     find_offsets(given, d);
-    head h = head_for(&s, d->k);
+    memory m = {0};
+    head h = head_for(&s, d->k, &m);
     int64_t source = 0;
-    while (source < s.sources && find_targets(&s, d, source, &h)) source++;
-    free_head(&h);
-    return source == s.sources;
+    while (!m.failed && source < s.sources && find_targets(&s, d, source, &h)) source++;
+    release(&m);
+    return m.failed ? NO_MEMORY : source == s.sources;
 }
 
 /* The order of count uniform numbers in [0, 1): by buckets, in which few numbers change places. */
@@ -226,17 +225,22 @@ static void draw_source(const scores *s, const stratified *d, int64_t source, co
 }
 
 /* Draw k candidates of each source with uniform [sources, 3 + 2 parents + chunks + length]. */
-void draw_stratified(const scores *given, const stratified *d, const double *uniform, const drawn *out) {
+int64_t draw_stratified(const scores *given, const stratified *d, const double *uniform, const drawn *out) {
     scores s = *given;
     s.offset = d->offset;
     int64_t parents = s.parents, chunks = s.chunks, length = s.length, k = d->k;
     int64_t longest = chunks > length ? chunks : length;
     longest = longest > parents ? longest : parents;
     int64_t reals = k + parents * chunks + length + DOUBLES + 6 * parents;
-    double *real = malloc(reals * sizeof *real);
-    int64_t *integer = malloc(2 * k * sizeof *integer);
-    int32_t *order = malloc((chunks + length + parents + longest + 1) * sizeof *order);
-    uint8_t *taken = malloc(length);
+    memory all = {0};
+    double *real = room_for(&all, reals * sizeof *real);
+    int64_t *integer = room_for(&all, 2 * k * sizeof *integer);
+    int32_t *order = room_for(&all, (chunks + length + parents + longest + 1) * sizeof *order);
+    uint8_t *taken = room_for(&all, length);
+    if (all.failed) {
+        release(&all);
+        return NO_MEMORY;
+    }
     room m = {.taken = taken, .chunk = order, .token = order + chunks, .key = integer, .known = integer + k};
     m.light = real;
     m.parent = m.token + length;
@@ -251,5 +255,6 @@ void draw_stratified(const scores *given, const stratified *d, const double *uni
     m.point = m.share + parents;
     for (int64_t r = 0; r < s.sources; r++)
         draw_source(&s, d, r, uniform + r * (3 + 2 * parents + chunks + length), out, &m);
-    free(real), free(integer), free(order), free(taken);
+    release(&all);
+    return 1;
 }

@@ -23,4 +23,4 @@ typedef struct {
 } drawn;
 
 int64_t stratified_targets(const scores *given, const stratified *d);
-void draw_stratified(const scores *given, const stratified *d, const double *uniform, const drawn *out);
+int64_t draw_stratified(const scores *given, const stratified *d, const double *uniform, const drawn *out);
