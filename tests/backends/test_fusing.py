@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpsbs.backends.triton import fusing
+from cpsbs.backends.triton import fixed_steps, fusing, pool
 from cpsbs.backends.triton.kernels import few_rows
 from tests.backends.interpreted import Interpreter, let_the_interpreter_multiply_bfloat16
 from tests.backends.test_fixed_steps import Pair, build, held_by
@@ -24,7 +24,7 @@ def check_wrong_layers() -> None:
     with patch.object(fusing, "_normed", lambda x, norm: 2 * x):
         pair = Pair(model)
         assert pair.fix(4)
-    assert not held_by(pair)._fuses
+    assert not held_by(pair).fuses
     assert [note for note in notes.found if note.startswith("the layers of Llama")]
     pair.agree(3, atol=1e-4)
     model = build("llama", dtype=torch.float32)
@@ -64,7 +64,7 @@ def check_few_rows(device: str = "cpu") -> None:
         with patch.object(few_rows, "add_and_normalize", counting), torch.no_grad():
             pair = Pair(model, k=3)
             assert pair.fix(8)
-            assert held_by(pair)._fuses
+            assert held_by(pair).fuses
             pair.agree(3, atol=error)
             assert len(counted) % 6 == 0  # twice a layer
             assert counted
@@ -115,15 +115,103 @@ def check_more_rows_than_fit() -> None:
     with patch.object(few_rows, "products_in_parts", limited), torch.no_grad():
         small = Pair(model, k=2)
         assert small.fix(8)
-        assert held_by(small)._fuses
+        assert held_by(small).fuses
         small.agree(2, atol=0.02)
         large = Pair(model, k=12)
         assert large.fix(8)
-        assert not held_by(large)._fuses
+        assert not held_by(large).fuses
         large.agree(2, atol=0.02)
 
 
-@pytest.mark.parametrize("check", [check_products, check_few_rows, check_more_rows_than_fit])
+def check_fewer_sources() -> None:
+    """When sources are dropped, kernels that were not compared are not used."""
+    let_the_interpreter_multiply_bfloat16()
+    rows: list[int] = []
+    right = few_rows.products_in_parts
+
+    def wrong(x: Tensor, *weights: Tensor) -> Tensor:
+        rows.append(len(x))
+        return 2 * right(x, *weights)
+
+    model = few("cpu", torch.float16)
+    with (
+        patch.object(few_rows, "MOST_ROWS", 8),
+        patch.object(pool, "MANY_ROWS", 16),
+        patch.object(few_rows, "products_in_parts", wrong),
+        torch.no_grad(),
+    ):
+        pair = Pair(model, k=4)
+        assert pair.fix(8)
+        assert held_by(pair).fuses
+        pair.agree(1, atol=0.02)
+        pair.keep(1)
+        pair.agree(2, atol=0.02)
+        assert not held_by(pair).fuses
+    assert not rows
+
+
+def check_fusing_is_given_up() -> None:
+    """Layers as transformers has them are compared, too, when fused ones are given up."""
+    let_the_interpreter_multiply_bfloat16()
+    compared: list[tuple[int, bool]] = []
+    compare = fixed_steps._compare
+
+    def noted(fixed: Any, state: Any, *given: Any) -> None:
+        compared.append((state.sources * fixed.k, held_by_steps(fixed).fuses))
+        compare(fixed, state, *given)
+
+    def fails(x: Tensor, *weights: Tensor) -> Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    def held_by_steps(fixed: Any) -> Any:
+        return fixed._lease.workspace
+
+    model = few("cpu", torch.float16)
+    with (
+        patch.object(few_rows, "MOST_ROWS", 8),
+        patch.object(pool, "MANY_ROWS", 16),
+        patch.object(few_rows, "products_in_parts", fails),
+        patch.object(fixed_steps, "_compare", noted),
+        torch.no_grad(),
+    ):
+        many, one = Pair(model, k=4), Pair(model, k=2)
+        assert many.fix(8)
+        assert held_by(many).fuses
+        assert one.fix(8)
+        assert not held_by(one).fuses
+        one.agree(2, atol=0.02)
+        again = Pair(model, k=4)
+        assert again.fix(8)
+    assert compared == [(12, True), (6, True), (6, False), (12, False)]
+
+
+def check_other_threads() -> None:
+    """A search that begins while another thread records a step sees the model as it is."""
+    model = few("cpu", torch.float32)
+    own = pool.pool_of(model)
+    own.forget_if_changed(model)
+    assert own.fuses
+    own.verified.add((4, 16, True))
+    with fusing.fused_layers(model):
+        assert "forward" in vars(model.model.layers[0])
+        own.forget_if_changed(model)
+        assert own.fuses
+        assert own.verified
+    own.forget_if_changed(model)
+    assert own.verified
+    layer = model.model.layers[0]
+    layer.forward = layer.forward
+    own.forget_if_changed(model)
+    assert not own.verified
+
+
+FEW = [
+    *(check_products, check_few_rows, check_more_rows_than_fit),
+    *(check_fewer_sources, check_fusing_is_given_up, check_other_threads),
+]
+
+
+@pytest.mark.parametrize("check", FEW)
 def test_few_rows_in_the_interpreter(check: Callable[[], None], interpreter: Interpreter) -> None:
     interpreter.run(check)
 
@@ -145,7 +233,7 @@ def test_layers_on_a_gpu(dtype: torch.dtype) -> None:
         model = build("llama", "cuda", dtype)
         pair = Pair(model, k=3)
         assert pair.fix(12)
-        assert held_by(pair)._fuses
+        assert held_by(pair).fuses
         error = 1e-3 if dtype == torch.float32 else 0.6  # of logits that are large
         pair.agree(4, atol=error)
         model.model.layers[0].mlp.up_proj.weight.mul_(1.5)

@@ -54,7 +54,7 @@ def check_model(name: str) -> None:
     pair = Pair(build(name, dtype=torch.float32), k=2)
     assert pair.fix(40)
     first = held_by(pair)
-    assert first._fuses == (name == "llama")
+    assert first.fuses == (name == "llama")
     if pair.fixed._is_encoder_decoder:
         assert first.cross.shape[1] == 3
     pair.agree(3, atol=1e-4)
@@ -319,7 +319,7 @@ def test_a_change_of_the_model_is_noticed() -> None:
     def changes() -> bool:
         pool.forget_if_changed(model)
         was = bool(pool.verified)
-        pool.verified.add((1, 1))
+        pool.verified.add((1, 1, False))
         return not was
 
     assert changes()

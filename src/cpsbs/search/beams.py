@@ -109,7 +109,7 @@ class StepResult:
     parent: Tensor
     """[b, K] which of the previous hypotheses each one extends."""
     broken: Tensor
-    """A scalar: whether some scores could not be normalised."""
+    """A scalar: whether some scores could not be normalised, or are too far apart."""
 
     def load(self, other: StepResult) -> None:
         """Copy another result into these tensors; ``broken`` stays true once it is set."""

@@ -38,7 +38,7 @@ from cpsbs.threads import check_wanted
 
 NOT_NUMBERS = (
     "the model's scores of the next token are NaN, inf, or all -inf after some prefix; each must "
-    "be a number or -inf, and not all may be -inf"
+    "be a number or -inf, not all may be -inf, and on a GPU those that are not must be within 1e8"
 )
 
 
@@ -88,7 +88,7 @@ def still_open(beam: Hypotheses, broken: Tensor) -> list[bool]:
     """Return for each source whether a hypothesis is open, with one host–device synchronisation.
 
     Raises:
-        ValueError: if some scores could not be normalised.
+        ValueError: if some scores could not be normalised, or are too far apart.
     """
     is_broken, *open_sources = torch.cat([broken[None], beam.open.any(-1)]).tolist()
     if is_broken:
@@ -255,6 +255,9 @@ def _extended(
     if selection.log_inclusion is not None and beam.log_inclusion is not None:
         log_inclusion = beam.log_inclusion.gather(-1, parent) + selection.log_inclusion
     log_prob = candidates.log_prob_of(selection.index)
+    broken = ~candidates.log_total.isfinite().all()
+    if log_inclusion is not None:
+        broken |= (log_inclusion.isnan() & selection.present).any()
     after = Hypotheses(
         source=beam.source,
         token=token,
@@ -267,7 +270,7 @@ def _extended(
         joint=None,
         entropy=None,
     )
-    return StepResult(after, parent, ~candidates.log_total.isfinite().all())
+    return StepResult(after, parent, broken)
 
 
 def _buffers(beam: Hypotheses, candidates: Candidates, selection: Selection) -> StepResult:

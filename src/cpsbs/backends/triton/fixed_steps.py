@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from cpsbs.backends.base import OrdinarySteps
-from cpsbs.backends.triton.pool import Pool, pool_of
+from cpsbs.backends.triton.pool import Kernels, Pool, kernels_for, pool_of
 from cpsbs.backends.triton.prefilled import NotPossibleError, PrefilledState
 from cpsbs.backends.triton.workspace import rung
 
@@ -58,8 +58,7 @@ def begin(
                 raise
             name = type(model).__name__
             log.info("the layers of %s are not fused: %s: %s", name, type(error).__name__, error)
-            pool.fuses, pool.own_positions = False, None
-            pool.workspaces.clear()
+            pool.give_up_fusing()
             fixed = _verified(model, pool, state, k, steps, reference)
     except torch.OutOfMemoryError:
         raise
@@ -91,7 +90,7 @@ def _verified(
             if pool.own_positions is None:
                 pool.own_positions = _can_differ(model, pool, state, k, steps, reference())
     fixed = FixedShapeSteps(model, pool, state, k, steps, bool(pool.own_positions))
-    kernels = pool.kernels_for(state.sources, k)
+    kernels = fixed.kernels
     if kernels not in pool.verified:
         _compare(fixed, state, min(steps, 3), reference())
         pool.verified.add(kernels)
@@ -114,13 +113,20 @@ class FixedShapeSteps:
         self._model, self._pool, self.k, self._steps = model, pool, k, steps
         self.strict = True
         """Whether a step that cannot be recorded is an error, as long as steps are tried out."""
-        self._lease = pool.lease(state.shape(k, steps, own_positions))
+        shape = state.shape(k, steps, own_positions)
+        self._lease = pool.lease(replace(shape, fuses=pool.fuses))
         self._taken = 0
         """The number of steps so far."""
         self._ahead: list[int | None] = []
         """How many more tokens than steps the rows of each source have; None if it is idle."""
         self._most_ahead = 0
         self.rewind(state)
+
+    @property
+    def kernels(self) -> Kernels:
+        """What the choice of kernels depends on."""
+        workspace = self._lease.workspace
+        return kernels_for(workspace.shape, workspace.fuses)
 
     @property
     def _longest(self) -> int:
@@ -172,6 +178,7 @@ class FixedShapeSteps:
             sources=shape.sources,
             capacity=shape.capacity,
             source_length=shape.source_length,
+            fuses=shape.fuses,
         )
         fits = state.length + self._steps <= shape.capacity
         fits &= not state.cross or state.cross[0].shape[2] <= shape.source_length
@@ -202,7 +209,11 @@ class FixedShapeSteps:
         filled = torch.cat([sources, sources[-1:].expand(size - len(sources))])
         lease = self._lease
         if size < before.shape.sources:
-            lease = self._pool.lease(replace(before.shape, sources=size))
+            shape = replace(before.shape, sources=size, fuses=before.fuses)
+            # Fewer rows may have other kernels, which are used only once they have been compared.
+            if kernels_for(shape, shape.fuses) not in self._pool.verified:
+                shape = replace(shape, fuses=False)
+            lease = self._pool.lease(shape)
         lease.workspace.take(before, filled, self._longest)
         lease.workspace.retire(torch.arange(len(sources), size, device=sources.device))
         self._set_ahead([self._ahead[i] for i in sources.tolist()])

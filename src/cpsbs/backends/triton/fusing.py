@@ -33,6 +33,10 @@ LAYERS = {"LlamaDecoderLayer": ("input_layernorm", "self_attn", "post_attention_
 """The classes of layers that are known, by name, with the modules that they must consist of."""
 
 
+OURS = "_cpsbs_replaces_it_for_a_moment"
+"""The attribute by which the functions that replace ``forward`` here are known."""
+
+
 class Normed:
     """Norms of hidden states that were computed together with these, one launch before they are
     asked for: by the layer before, which adds up its output anyway.
@@ -53,9 +57,19 @@ class Normed:
         return _normed(hidden, norm)
 
 
+_FUSING = threading.RLock()
+"""Held while layers are replaced: another thread would take ours for the model's own."""
+
+
 @contextlib.contextmanager
 def fused_layers(model: Any) -> Iterator[bool]:
     """Replace the layers of a model that are known; yields whether there are any."""
+    with _FUSING, _replaced_layers(model) as any_layers:
+        yield any_layers
+
+
+@contextlib.contextmanager
+def _replaced_layers(model: Any) -> Iterator[bool]:
     modules = list(model.modules())
     layers = [layer for layer in modules if _is_known(layer)]
     # What normalises the output of each layer: the norm of the next one, or that of the model.
@@ -87,6 +101,7 @@ def _in_this_thread(ours: Callable[..., Any], original: Callable[..., Any]) -> C
     def forward(*args: Any, **kwargs: Any) -> Any:
         return (ours if threading.get_ident() == here else original)(*args, **kwargs)
 
+    setattr(forward, OURS, True)
     return forward
 
 
@@ -144,7 +159,13 @@ def _silu_class() -> Any:
 
 def _is_changed(module: Any) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return bool(hooks) or "forward" in module.__dict__
+    return bool(hooks) or replaced_forward(module) is not None
+
+
+def replaced_forward(module: Any) -> Any | None:
+    """Return what somebody has put in the place of a module's ``forward``, if it is not ours."""
+    found = module.__dict__.get("forward")
+    return None if hasattr(found, OURS) else found
 
 
 def _forward(

@@ -7,13 +7,16 @@ import weakref
 from typing import Any
 
 from cpsbs.backends.triton.attention import works
-from cpsbs.backends.triton.fusing import can_fuse
+from cpsbs.backends.triton.fusing import can_fuse, replaced_forward
 from cpsbs.backends.triton.kept import Shelf, most_kept, trim
 from cpsbs.backends.triton.layers import table_is_possible
 from cpsbs.backends.triton.workspace import Shape, Workspace
 
 MANY_ROWS = 256
-"""From half as many rows on, fused layers choose the same kernels for any number of them."""
+"""With more than half as many rows, fused layers choose the same kernels for any number of them."""
+
+Kernels = tuple[int, int, bool]
+"""What the choice of kernels depends on: K, up to how many rows, and whether layers are fused."""
 
 
 class Lease:
@@ -36,8 +39,8 @@ class Pool:
     def __init__(self) -> None:
         self.logged = False
         """Whether it has been logged why the model is run step by step."""
-        self.verified = set[tuple[int, int]]()
-        """For which K, and up to how many rows, fixed steps have agreed with the ordinary ones."""
+        self.verified = set[Kernels]()
+        """The kernels with which fixed steps have agreed with the ordinary ones."""
         self.refused: str | None = None
         """Why the model cannot have fixed steps, if that is known."""
         self.by_table = False
@@ -66,10 +69,11 @@ class Pool:
                 self.fuses = can_fuse(model)
             self._fingerprint = fingerprint
 
-    def kernels_for(self, sources: int, k: int) -> tuple[int, int]:
-        """Return what the choice of kernels depends on, as ``verified`` has it."""
-        rows = sources * k
-        return k, min(1 << (rows - 1).bit_length(), MANY_ROWS) if self.fuses else MANY_ROWS
+    def give_up_fusing(self) -> None:
+        """Let the model compute its layers as transformers has them, until it changes."""
+        self.fuses, self.own_positions = False, None
+        self.verified.clear()
+        self.workspaces.clear()
 
     def refuse(self, reason: str) -> None:
         """Give the model no fixed steps until it changes."""
@@ -82,9 +86,15 @@ class Pool:
         if made is None:
             most_kept(shape.device)  # a wrong setting is an error here, and not when a search ends
             possible = works() and table_is_possible(shape.device, shape.dtype, shape.k)
-            made = Workspace(shape, self.by_table and possible, self.fuses)
+            made = Workspace(shape, self.by_table and possible)
             self.workspaces.put(made)
         return Lease(made)
+
+
+def kernels_for(shape: Shape, fuses: bool) -> Kernels:
+    """Return what the choice of kernels for a workspace depends on."""
+    rows = shape.sources * shape.k
+    return shape.k, min(1 << (rows - 1).bit_length(), MANY_ROWS) if fuses else MANY_ROWS, fuses
 
 
 def pool_of(model: Any) -> Pool:
@@ -108,7 +118,7 @@ def _weights_and_hooks(model: Any) -> tuple[Any, ...]:
         module = modules.pop()
         own = module.__dict__
         adapter = str(own["_active_adapter"]) if "_active_adapter" in own else None
-        parts += (id(module), id(own.get("forward")), adapter, own.get("_disable_adapters"))
+        parts += (id(module), id(replaced_forward(module)), adapter, own.get("_disable_adapters"))
         parts += (*module._forward_hooks, "|", *module._forward_pre_hooks, "|")
         for named in (module._parameters, module._buffers):
             parts += [(x.data_ptr(), x.dtype, x.device) for x in named.values() if x is not None]

@@ -49,18 +49,20 @@ class Shape:
     """The CUDA stream that the buffers are used on, where nothing uses them at the same time"""
     own_positions: bool
     """Whether the model is told a position for each row, or one for all of them"""
+    fuses: bool = False
+    """Whether known layers of the model compute with fewer launches (``fusing``)"""
 
 
 class Workspace:
     """The buffers of one shape, and their graphs, one for each window of positions.
 
-    ``by_table`` says how the KV cache lies in them, see ``cpsbs.backends.triton.layers``, and
-    ``fuses`` whether known layers compute with fewer launches (``fusing``).
+    ``by_table`` says how the KV cache lies in them, see ``cpsbs.backends.triton.layers``.
     """
 
-    def __init__(self, shape: Shape, by_table: bool, fuses: bool = False) -> None:
+    def __init__(self, shape: Shape, by_table: bool) -> None:
         self.shape, self.busy, self.by_table = shape, False, by_table
-        self._fuses = fuses
+        self.fuses = shape.fuses
+        """Whether layers are fused; no longer if a step with fused ones could not be recorded."""
         self.gave_up_table = False
         rows = shape.sources * shape.k
         count, heads, dim = shape.states
@@ -231,13 +233,14 @@ class Workspace:
         except Exception as error:
             if strict:
                 raise
-            what = "the layers are not fused" if self._fuses else "a step is not recorded"
+            what = "the layers are not fused" if self.fuses else "a step is not recorded"
             log.info("%s: %s: %s: %s", type(model).__name__, what, type(error).__name__, error)
         self.parent.copy_(parent)
         self.clock.position.copy_(self._before)
-        if graph is None and self._fuses and self.shape.device.type == "cuda":
+        if graph is None and self.fuses and self.shape.device.type == "cuda":
             # Kernels depend on the number of rows: what suited other searches may not suit this.
-            self._fuses = False
+            # Layers as transformers has them are compared when the next search begins.
+            self.fuses = False
             return self._record(model, window, strict)
         return graph
 
@@ -288,7 +291,7 @@ class Workspace:
                 inputs["position_ids"] = (offset + self.clock.position[:, None]).view(-1, 1)
         for layer in self.held:
             layer.begin()
-        fused = fused_layers(model) if self._fuses else nullcontext()
+        fused = fused_layers(model) if self.fuses else nullcontext()
         with one_query_attention(self.held) if self.held else nullcontext(), fused:
             return self.logits.of(model, inputs)
 

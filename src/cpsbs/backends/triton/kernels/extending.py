@@ -54,9 +54,12 @@ def _extend(
     if INCLUSION:
         inclusion = tl.load(log_inclusion + old, mask=here, other=0.0)
         inclusion += tl.load(selected_log_inclusion + place, mask=here, other=0.0)
+        unknown = present & (inclusion != inclusion)
     row = tl.arange(0, PARENTS)
     total = tl.load(log_total + source * parents + row, mask=row < parents, other=0.0)
     wrong = tl.sum((~(tl.abs(total) < float("inf"))).to(tl.int32), axis=0)
+    if INCLUSION:
+        wrong += tl.sum(unknown.to(tl.int32), axis=0)
     token = tl.where(was_finished | ~present, pad, token)
     ended = token != token
     for number in range(ends):
@@ -80,7 +83,8 @@ def extend(
 ) -> None:  # fmt: skip
     """Write the extended hypotheses into ``into``, all but state, joint and entropy.
 
-    ``into.broken`` becomes true where scores cannot be normalised, and stays as it is otherwise.
+    ``into.broken`` becomes true where scores cannot be normalised, or are too far apart for an
+    inclusion probability, and stays as it is otherwise.
     """
     chunks, new = candidates.chunks, into.beam
     sources, parents, tokens = chunks.shape
