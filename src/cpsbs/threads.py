@@ -104,8 +104,15 @@ def _one_core_each(threads: int, cancelled: threading.Event) -> ThreadPoolExecut
         all_there.wait()
 
     executor = ThreadPoolExecutor(threads, "cpsbs", begin)
-    for _ in range(threads):
-        executor.submit(lambda: None)
-    all_there.wait()
-    torch.set_num_threads(before)
+    try:
+        for _ in range(threads):
+            executor.submit(lambda: None)
+        all_there.wait()
+    except BaseException:
+        # A thread could not be started: those that have been must not wait for it for ever.
+        all_there.abort()
+        executor.shutdown(cancel_futures=True)
+        raise
+    finally:
+        torch.set_num_threads(before)
     return executor

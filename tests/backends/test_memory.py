@@ -173,6 +173,16 @@ def test_too_little_memory_is_tried_again(start: int, monkeypatch: pytest.Monkey
         drawn(Short(start, 2))
 
 
+def test_the_error_names_the_batch_that_is_too_large() -> None:
+    """And not the first one; a single source cannot be divided."""
+    models = [
+        FunctionModel(Short(fails, fails and 2), 6, eos=0, sources=sources)
+        for sources, fails in ((5, 0), (1, 1))
+    ]
+    with pytest.raises(torch.OutOfMemoryError, match="one source with k = 3 and max_length = 4"):
+        list(search_each(models, 3, "top-k", max_length=4, generator=1))
+
+
 def test_the_prediction_is_proportional_to_what_it_counts() -> None:
     model = make("llama", vocab_size=1000).float()
     one = bytes_per_source(model, 4, 20, 44)

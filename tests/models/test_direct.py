@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -376,6 +378,54 @@ def test_one_search_that_fails_is_no_reason_to_give_up() -> None:
         TransformersModel(model, **wrong).start()
     assert steps_of(model)[0]._direct is not None
     assert prepared.PREPARED[model].encoder is not None
+
+
+def _wrap(model: Any) -> None:
+    forward = model.forward
+    model.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def _holding(model: Any) -> Callable[..., None]:
+    def hook(*given: object) -> None:
+        assert model is not None
+
+    return hook
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "none": lambda model: None,
+    "another forward": _wrap,
+    "its own forward": lambda model: setattr(model, "forward", model.forward),
+    "a hook": lambda model: model.register_forward_hook(_holding(model)),
+    "a layer's hook": lambda model: model.model.layers[0].register_forward_pre_hook(
+        _holding(model)
+    ),
+}
+"""What may refer to the model that it belongs to."""
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_known_of_a_model_does_not_keep_it_alive(change: str) -> None:
+    model = wide("llama")
+    CHANGES[change](model)
+    search(TransformersModel(model, **prompts(model)), 3, max_length=4, generator=0)
+    assert model in prepared.PREPARED
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
+    assert not prepared.PREPARED
+
+
+def test_a_search_at_the_last_position_says_nothing_of_others() -> None:
+    """There the model's own steps fail, with which direct ones are compared."""
+    model = wide("gpt2")
+    ids = torch.full((1, model.config.n_positions - 1), 3)
+    wrapped = TransformersModel(model, input_ids=ids, attention_mask=torch.ones_like(ids))
+    assert search(wrapped, 2, max_length=2, generator=0).present.all()
+    assert prepared.PREPARED[model].decoder is not None
+    assert not prepared.PREPARED[model].verified
+    assert steps_of(model)[0]._direct is not None
 
 
 def test_a_model_in_training_or_with_gradients_takes_ordinary_steps() -> None:

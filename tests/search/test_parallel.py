@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from importlib import import_module
+from itertools import repeat
 from typing import Any
 
 import pytest
@@ -73,6 +75,62 @@ def test_an_error_inside_a_search_is_raised(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(TransformersModel, "start", fail)
     with pytest.raises(RuntimeError, match="no scores"):
         list(search_each(models(), 2, max_length=5, generator=0))
+
+
+@pytest.mark.parametrize("design", ["stratified", "conditional-poisson", "independent"])
+def test_models_that_share_a_generator_draw_in_turns(design: str) -> None:
+    """As they do one after the other; otherwise some of them would get the same numbers."""
+
+    def found() -> list[torch.Tensor]:
+        own, other = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+        given = [[own] if i % 3 else [other] for i in range(60)]
+        model = wide("marian", 2000)
+        inputs = alone(prompts(model), 0)
+        every = (TransformersModel(model, **inputs) for _ in given)
+        some = search_each(every, 3, design, max_length=20, generator=given)
+        return [beams.sequences for beams in some]
+
+    both = found()
+    torch.set_num_threads(1)
+    expected = found()
+    torch.set_num_threads(2)
+    for x, y in zip(both, expected, strict=True):
+        assert torch.equal(x, y)
+    assert len({str(x.tolist()) for x in both}) > 55
+
+
+@pytest.mark.parametrize("bad", [0, 1, 5])
+def test_an_error_in_a_turn_holds_up_none(bad: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator, right = torch.Generator(), TransformersModel.start
+    started: list[int] = []
+
+    def fail(self: TransformersModel) -> torch.Tensor:
+        started.append(1)
+        if len(started) == bad + 1:
+            raise RuntimeError("no scores")
+        return right(self)
+
+    monkeypatch.setattr(TransformersModel, "start", fail)
+    model = wide("marian")
+    every = (TransformersModel(model, **alone(prompts(model), 0)) for _ in range(20))
+    some = search_each(every, 2, max_length=5, generator=repeat([generator]))
+    with pytest.raises(RuntimeError, match="no scores"):
+        list(some)
+
+
+def test_a_thread_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others do not wait for it, and torch keeps its number of threads."""
+    before, right = set(threading.enumerate()), threading.Thread.start
+
+    def start(self: threading.Thread) -> None:
+        if set(threading.enumerate()) - before:
+            raise RuntimeError("can't start new thread")
+        right(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(search_each(models(), 2, max_length=5, generator=0))
+    assert not set(threading.enumerate()) - before
 
 
 def test_a_reader_may_stop_early() -> None:

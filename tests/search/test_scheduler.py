@@ -229,6 +229,31 @@ def test_callers_have_the_model_for_themselves(monkeypatch: pytest.MonkeyPatch) 
     assert begun == [False, False, False]
 
 
+def test_callers_have_the_model_for_themselves_after_an_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fix_rows(monkeypatch)
+    model, right = make("gpt2").double(), TransformersModel.prefill
+    over, prefilled = threading.Event(), list[bool]()
+
+    def slow(self: TransformersModel) -> torch.Tensor:
+        time.sleep(0.05 if prefilled else 0)
+        prefilled.append(over.is_set())
+        return right(self)
+
+    def fail(self: scheduler.Scheduler) -> list[int]:
+        raise ValueError("something is wrong")
+
+    monkeypatch.setattr(TransformersModel, "prefill", slow)
+    monkeypatch.setattr(scheduler.Scheduler, "_synchronise", fail)
+    models = [TransformersModel(model, **prompts(model)) for _ in range(2)]
+    with pytest.raises(ValueError, match="something is wrong"):
+        list(search_each(models, 2, "top-k", max_length=4, generator=1))
+    over.set()
+    time.sleep(0.2)
+    assert prefilled == [False, False]
+
+
 def test_the_path_of_a_request_holds_up_no_memory_of_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ from cpsbs.search.rehearsal import rehearse
 from cpsbs.search.requests import Request, RequestQueue
 from cpsbs.search.scheduler import Scheduler
 from cpsbs.search.settings import SearchOptions, SearchSettings
+from cpsbs.search.turns import Turn, Turns
 from cpsbs.threads import map_in_threads
 
 StreamsOfModels = int | torch.Generator | Iterable[Sequence[torch.Generator] | Streams] | None
@@ -171,12 +172,24 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
     first = queue.peek()
     if first is None:
         return
-    device, sources = torch.device(first.model.device), first.model.sources
+    device = torch.device(first.model.device)
     threads = threads_for(first.model)
     del first  # so that its buffers are freed as soon as the search is done with them
     if threads > 1 and queue.several():
-        yield from map_in_threads(partial(_searched, settings), iter(queue.take, None), threads)
+        turns = Turns()
+        taken = map(turns.take, iter(queue.take, None))
+        yield from map_in_threads(partial(_searched, settings), taken, threads)
         return
+    try:
+        yield from _one_after_another(queue, settings, device)
+    finally:
+        queue.abandon()
+
+
+def _one_after_another(
+    queue: RequestQueue, settings: SearchSettings, device: torch.device
+) -> Iterator[Beams]:
+    """Yield the beams of every request; on a GPU, later ones join those that are running."""
     progress = _progress(queue, settings)
     goes_on, again = True, False
     while goes_on:
@@ -186,10 +199,7 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
                 found = [request.beams(settings) for request in queue.done()]
         except torch.OutOfMemoryError as error:
             if again:
-                raise torch.OutOfMemoryError(
-                    f"the GPU's memory is too small for {sources} sources with k = {settings.k}; "
-                    f"try {max(1, sources // 2)} at a time ({error})"
-                ) from error
+                raise torch.OutOfMemoryError(_too_small(queue.sources, settings, error)) from error
             again, found = True, []
         else:
             again = False
@@ -201,11 +211,20 @@ def _beams(queue: RequestQueue, settings: SearchSettings) -> Iterator[Beams]:
         yield from found
 
 
+def _too_small(sources: int, settings: SearchSettings, error: Exception) -> str:
+    """Return what to say when the memory is too small even with nothing else in it."""
+    given = f"{sources} sources with k = {settings.k}; try {sources // 2} at a time"
+    if sources <= 1:
+        given = f"one source with k = {settings.k} and max_length = {settings.max_length}"
+    return f"the GPU's memory is too small for {given} ({error})"
+
+
 @torch.no_grad()  # which holds for one thread
-def _searched(settings: SearchSettings, request: Request) -> Beams:
+def _searched(settings: SearchSettings, turn: Turn) -> Beams:
     """Search the sources of a request that no others join, and return what was found."""
-    recursion.run(request, settings)
-    return request.beams(settings)
+    with turn as request:
+        recursion.run(request, settings)
+        return request.beams(settings)
 
 
 def _fix_rows(model: FixedRowModel, settings: SearchSettings, request: Request) -> bool:

@@ -44,7 +44,7 @@ class Request:
             self._first_scores = self._start() if begun is None else begun()
 
     @property
-    def is_begun_ahead(self) -> bool:
+    def is_starting_ahead(self) -> bool:
         """Whether the model is being started in another thread."""
         return self._begun is not None
 
@@ -135,11 +135,22 @@ class RequestQueue:
 
     def settle(self) -> None:
         """Wait until no model is being started in another thread."""
-        if self._waiting is not None and self._waiting.is_begun_ahead:
+        if self._waiting is not None and self._waiting.is_starting_ahead:
             self.started()
 
+    def abandon(self) -> None:
+        """Wait until no model is being started in another thread, and forget what it found."""
+        for request in (self._waiting, self._next):
+            if request is not None:
+                request.forget()
+
+    @property
+    def sources(self) -> int:
+        """The number of sources of the largest model that has begun and is not done."""
+        return max((request.model.sources for request in self._begun), default=0)
+
     def _failed(self, error: Exception) -> None:
-        """Note that the waiting request, or the one that was to come next, could not be started."""
+        """Note that the waiting request could not be started, or that none came after an error."""
         if isinstance(error, torch.OutOfMemoryError) and self._waiting is not None and self._begun:
             self._waiting.forget()
             self._postponed = True

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import operator
 import threading
+import weakref
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -23,9 +21,6 @@ from cpsbs.models.transformers.direct.families import (
 from cpsbs.models.transformers.modules import modules_of
 
 log = logging.getLogger("cpsbs")
-
-HELD = ("_modules", "_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
-"""The dictionaries in which torch keeps what a module consists of."""
 
 SAMPLES = 8
 """How many numbers of every weight tell whether it has changed."""
@@ -59,7 +54,7 @@ def one_thread() -> bool:
     return torch.get_num_threads() == 1
 
 
-PREPARED: WeakKeyDictionary[Any, Prepared] = WeakKeyDictionary()
+PREPARED: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()
 """The models that were asked to be run directly."""
 
 PREPARING = threading.Lock()
@@ -94,19 +89,18 @@ class WeightState:
     """Tells whether the weights of a model are still the same, and what its modules compute.
 
     Most ways to change a weight show in its version or its address. Those that do not, such as
-    ``weight.data += …``, show in a sample of its numbers.
+    ``weight.data += …``, show in a sample of its numbers. Modules, hooks and whatever stands in for
+    a ``forward`` are not held here, because they may refer to the model, which would never end.
     """
 
     def __init__(self, model: Any) -> None:
-        self._tables: list[dict[Any, Any]] = [
-            vars(module)[name] for module in modules_of(model) for name in HELD
-        ]
-        """Where torch keeps what each module consists of."""
-        self._own: list[dict[str, Any]] = [vars(module) for module in modules_of(model)]
-        """The attributes of each module, among which somebody may put another ``forward``."""
-        self._held = self._holding()
-        every = [x.detach() for x in self._held if isinstance(x, Tensor)]
-        self._places = self._standing()
+        self._modules = [weakref.ref(module) for module in modules_of(model)]
+        found = self._found()
+        assert found is not None
+        self._parts, tensors, replaced = found
+        self._replaced = [weakref.ref(x) for x in replaced if _can_be_referred_to(x)]
+        every = [x.detach() for x in tensors]
+        self._places = _places(tensors)
         # Views, which show the numbers as they are now as long as the addresses are the same.
         self._some = [_some(x.view(-1)) for x in every if x.is_contiguous()]
         self._scattered = [x for x in every if not x.is_contiguous()]
@@ -114,26 +108,54 @@ class WeightState:
 
     def holds(self) -> bool:
         """Return whether the weights of the model are what they were."""
-        held = self._holding()
-        same = len(held) == len(self._held) and all(map(operator.is_, held, self._held))
+        found = self._found()
+        if found is None:
+            return False
+        parts, tensors, _ = found
         return (
-            same and self._standing() == self._places and torch.equal(self._numbers(), self._sample)
+            parts == self._parts
+            and all(x() is not None for x in self._replaced)
+            and _places(tensors) == self._places
+            and torch.equal(self._numbers(), self._sample)
         )
 
-    def _holding(self) -> list[Any]:
-        """Return all modules, parameters, buffers and hooks, and what stands in for ``forward``."""
-        replaced = [own["forward"] for own in self._own if "forward" in own]
-        return [*chain.from_iterable(map(dict.values, self._tables)), *replaced]
+    def _found(self) -> tuple[list[int], list[Tensor], list[Any]] | None:
+        """Return the numbers of all modules and hooks, the weights, and what replaces ``forward``.
 
-    def _standing(self) -> list[tuple[int, int]]:
-        """Return the address and the version of every tensor."""
-        tensors = [x for x in self._held if isinstance(x, Tensor)]
-        return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+        None if a module is gone. It reads the dictionaries of the modules directly, because every
+        search begins with this.
+        """
+        parts, tensors, replaced = list[int](), list[Tensor | None](), list[Any]()
+        for reference in self._modules:
+            module = reference()
+            if module is None:
+                return None
+            own = vars(module)
+            parts += map(id, own["_modules"].values())
+            for hooks in (own["_forward_hooks"], own["_forward_pre_hooks"]):
+                parts += hooks  # each has a number that no other hook ever gets
+                parts.append(-1)
+            tensors += own["_parameters"].values()
+            tensors += own["_buffers"].values()
+            if "forward" in own:
+                parts.append(id(own["forward"]))
+                replaced.append(own["forward"])
+        return parts, [x for x in tensors if x is not None], replaced
 
     def _numbers(self) -> Tensor:
         """Return some numbers of every tensor."""
         every = [*self._some, *(_some(x.reshape(-1)) for x in self._scattered)]
         return torch.cat(every) if every else torch.empty(0, dtype=torch.float32, device="cpu")
+
+
+def _places(tensors: list[Tensor]) -> list[tuple[int, int]]:
+    """Return the address and the version of every tensor."""
+    return [(x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors]
+
+
+def _can_be_referred_to(x: Any) -> bool:
+    """Return whether there are weak references to an object."""
+    return type(x).__weakrefoffset__ != 0
 
 
 def _some(x: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ and says so once in the log.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -129,7 +130,8 @@ def begin_from_states(
             if one_thread() not in known.prefill_verified:
                 direct, ordinary = DirectSteps.from_states(known.decoder, inputs), reference()
                 tolerance = _tolerance(model)
-                _check(direct.advance(source, start[:, 0]), ordinary.prefill(), tolerance, 0)
+                expected = _of_ordinary(ordinary.prefill)
+                _check(direct.advance(source, start[:, 0]), expected, tolerance, 0)
                 _compare(direct, ordinary, tolerance)
                 known.prefill_verified.add(one_thread())
             steps = DirectSteps.from_states(known.decoder, inputs)
@@ -241,9 +243,22 @@ def _compare(direct: DirectSteps, reference: OrdinarySteps, tolerance: float) ->
     for n, parent in enumerate((twice, swapped, some)):
         # Every row and step gets another token, so that a mistaken row or position shows.
         token = (7 * torch.arange(len(parent), device="cpu") + 3 + n) % reference.vocab_size
-        expected = reference.advance(parent, token)
+        expected = _of_ordinary(partial(reference.advance, parent, token))
         found = direct.advance(parent, token)
         _check(found, expected, tolerance, n + 1)
+
+
+def _of_ordinary(compute: Callable[[], Tensor]) -> Tensor:
+    """Return scores of the ordinary steps.
+
+    Where these fail, as they do past the last position of a model, this search cannot be compared;
+    that says nothing against direct steps in others.
+    """
+    try:
+        return compute()
+    except Exception as error:
+        reason = f"its own steps cannot be compared: {type(error).__name__}: {error}"
+        raise UnusualInputsError(reason) from None
 
 
 def _check(found: Tensor, expected: Tensor, tolerance: float, step: int) -> None:
