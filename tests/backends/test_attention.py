@@ -34,15 +34,22 @@ class Case:
     """
 
     def __init__(
-        self, k: int, group: int, dim: int, positions: list[int], dtype: torch.dtype, device: str
+        self,
+        k: int,
+        group: int,
+        dim: int,
+        positions: list[int],
+        dtype: torch.dtype,
+        device: str,
+        capacity: int = CAPACITY,
     ) -> None:
         self.random = torch.Generator(device).manual_seed(k + group + dim)
         self.dtype, self.device, self.k, self.group = dtype, device, k, group
         self.rows, self.window = 2 * k, max(positions) + 1
         self.position = torch.tensor(positions, device=device)
-        self.place = torch.randint(k, (2, k, CAPACITY), generator=self.random, device=device)
+        self.place = torch.randint(k, (2, k, capacity), generator=self.random, device=device)
         self.place = self.place.to(torch.int32)
-        self.cache = self.normal(2, self.rows, HEADS, CAPACITY, dim)
+        self.cache = self.normal(2, self.rows, HEADS, capacity, dim)
         for source, position in enumerate(positions):
             self.cache[:, source * k : (source + 1) * k, :, position:] = torch.nan
         self.new = self.normal(2, self.rows, 1, HEADS, dim).transpose(2, 3)
@@ -167,6 +174,23 @@ def check_many_rows() -> None:
         check_shared(case, 33, *case.masks(33)[5], None)
 
 
+def check_common_past() -> None:
+    """Rows with all, some or nothing of their past in common, over several rounds of reading."""
+    let_the_interpreter_multiply_bfloat16()
+    shapes = [(1, 1, 32), (3, 1, 64), (6, 7, 32), (5, 8, 64), (9, 5, 32), (2, 33, 32), (13, 4, 128)]
+    pasts = [([300, 520], [270, 255]), ([600, 256], [600, 256]), ([257, 1], [128, 0])]
+    types = (torch.float32, torch.float16, torch.bfloat16)
+    for n, ((k, group, dim), dtype) in enumerate(zip(shapes, itertools.cycle(types), strict=False)):
+        positions, common = pasts[n % len(pasts)]
+        case = Case(k, group, dim, positions, dtype, "cpu", capacity=620)
+        for place, upto in zip(case.place, common, strict=True):
+            place[:, :upto] = place[:1, :upto].clone()
+        if k > 2:
+            case.place[:, 1] = case.place[:, 0]  # these two are one hypothesis so far
+        mask, bias = case.masks(case.window)[n % 8]
+        check_by_table(case, mask, bias, None)
+
+
 def check_that_nothing_seen_is_finite() -> None:
     from cpsbs.backends.triton.kernels.attention import attend_by_table, attend_shared
 
@@ -236,7 +260,7 @@ def check_little_shared_memory() -> None:
 @pytest.mark.parametrize(
     "check",
     [
-        *(check_small, check_many_rows, check_that_nothing_seen_is_finite),
+        *(check_small, check_many_rows, check_common_past, check_that_nothing_seen_is_finite),
         *(check_values_that_are_not_finite, check_little_shared_memory),
     ],
 )
@@ -416,7 +440,7 @@ def test_a_kernel_that_fails(by_kernel: Asked, caplog: pytest.LogCaptureFixture)
 def test_on_a_gpu(dtype: torch.dtype) -> None:
     """Every pair of rows, groups and dimensions would be better, but each takes a compiler long."""
     shapes = [(1, 1, 8), (3, 4, 48), (20, 1, 64), (3, 8, 80), (20, 4, 128), (20, 8, 64), (1, 4, 64)]
-    shapes += [(5, 4, 128), (10, 1, 128), (3, 1, 256)]  # in one program a source
+    shapes += [(5, 4, 128), (10, 1, 128), (3, 1, 256)]  # up to four rows in a program
     check_numerics([(*shape, dtype) for shape in shapes], "cuda", masks=3)
 
 

@@ -41,9 +41,9 @@ def rehearse(transition: Transition, model: FixedRowModel) -> Callable[[], None]
 
 
 def _few(sources: int) -> int:
-    """Return a small number of sources for which the kernels are the same.
+    """Return a small number of sources that makes the compiler choose the same kernels.
 
-    A compiler makes use of sizes that are divisible by 16.
+    It makes use of sizes that are divisible by 16.
     """
     return sources if sources < 16 else 16 + sources % 16
 

@@ -49,7 +49,7 @@ def most_group(dim: int, itemsize: int) -> int:
 
 def blocks(dim: int, itemsize: int) -> tuple[int, ...]:
     """Return which of ``BLOCKS`` to try, for heads of this size."""
-    return BLOCKS[dim * itemsize > WIDE :]
+    return BLOCKS if dim * itemsize <= WIDE else BLOCKS[1:]
 
 
 SCANNED: tl.constexpr = tl.constexpr(256)
@@ -75,7 +75,7 @@ def _turned(one, two, cosines, sines, at, HALF: tl.constexpr):
 
 @triton.jit
 def _finite(x):
-    """Return the numbers, and 0 in place of inf and NaN."""
+    """Return the numbers, with 0 for inf and NaN."""
     return tl.where(tl.abs(x.to(tl.float32)) < float("inf"), x, 0.0)
 
 

@@ -102,7 +102,11 @@ class CompiledSteps:
         longest = self._slots.table.slot.shape[1]
         if self._encoded is not None:
             longest += self._encoded.places[0].shape[1]
-        return self._layers.multiplications + self._head + longest * self._layers.of_a_key
+        return (
+            self._layers.multiplications
+            + self._head
+            + longest * self._layers.multiplications_per_key
+        )
 
     def suits(self, rows: int) -> bool:
         """Return whether one thread is the best for steps of so many rows."""

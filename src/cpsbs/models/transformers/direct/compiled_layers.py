@@ -87,7 +87,7 @@ class CompiledLayers:
         self._largest = max(x.inputs * x.outputs for x in products)
         self.multiplications = sum(x.inputs * x.outputs for x in products)
         """How many of them the products for one row take."""
-        self.of_a_key = 2 * len(layers) * heads.queries * heads.dim
+        self.multiplications_per_key = 2 * len(layers) * heads.queries * heads.dim
         """How many the attention of one row to a key takes."""
 
     @staticmethod
