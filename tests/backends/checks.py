@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -289,7 +291,8 @@ def check_extending(device: str) -> None:
     def some(high: int) -> Tensor:
         return torch.randint(high, (sources, k), generator=generator).to(device)
 
-    for eos, known, broken in (((3, 9), True, False), ((), False, False), ((4,), True, True)):
+    cases = [((3, 9), True, None), ((), False, None), ((4,), True, "scores"), ((), True, "π")]
+    for eos, known, broken in cases:
         present, real = some(4) > 0, random_scores(device, 3, sources, k).double()
         beam = Hypotheses(
             torch.arange(sources, device=device), some(tokens), some(20),
@@ -297,14 +300,18 @@ def check_extending(device: str) -> None:
             real[1] if known else None, None, None,
         )  # fmt: skip
         scores = random_scores(device, sources, k, tokens)
-        scores[2, 4, 0] = math.nan if broken else 0.0
+        scores[2, 4, 0] = math.nan if broken == "scores" else 0.0
         candidates = Candidates(
             beam.log_prob,
             reading.read(scores, 0.7, 64, 1, backend=backend_for(scores.device)),
             beam.finished,
         )
         token = torch.where(some(2) > 0, some(tokens), some(10))
-        selection = Selection(some(k) * tokens + token, some(5) > 0, real[2] if known else None)
+        selected = some(5) > 0
+        real[2][~selected] = math.nan
+        if broken == "π":
+            real[2][1, 2], selected[1, 2] = math.nan, True
+        selection = Selection(some(k) * tokens + token, selected, real[2] if known else None)
         ends = recursion._end_tokens(eos, torch.device(device))
         expected = recursion._extended(beam, candidates, selection, ends, 1)
         new = recursion.extended(beam, candidates, selection, eos, 1)
@@ -316,9 +323,9 @@ def check_extending(device: str) -> None:
             pairs = zip(found.beam.tensors(), expected.beam.tensors(), strict=True)
             for a, b in [*pairs, (found.parent, expected.parent)]:
                 torch.testing.assert_close(a, b, rtol=1e-14, atol=1e-14, equal_nan=True)
-            assert bool(found.broken) == bool(expected.broken) == broken
+            assert bool(found.broken) == bool(expected.broken) == (broken is not None)
         in_place.load(new)  # is it already, but for the flag
-        assert bool(in_place.broken) == broken
+        assert bool(in_place.broken) == (broken is not None)
 
 
 def check_gumbel(device: str) -> None:
@@ -489,6 +496,27 @@ def check_search(device: str) -> None:
                 assert abs(value - exact) < 1e-4
 
 
+def check_scores_far_apart(device: str) -> None:
+    """Where float32 cannot tell candidates apart there is an error, and no weight that is NaN."""
+    table = random_scores(device, 50, 300, scale=4.0)
+
+    def scores(far: float, prefix: Tensor) -> Tensor:
+        found = table[prefix.sum(-1) % 50].clone()
+        found[:, 7] += far
+        return found
+
+    def run(far: float) -> Tensor:
+        model = FunctionModel(partial(scores, far), 300, eos=0, device=device)
+        found = search(model, 3, "conditional-poisson", max_length=4, generator=0).log_weight
+        assert found is not None
+        return found
+
+    assert bool(run(1e6).isfinite().all())
+    for far in (1e9, 1e15, 1e30):
+        with pytest.raises(ValueError, match="within 1e8"):
+            run(far)
+
+
 CHECKS: list[Callable[[str], None]] = [
     check_reading,
     check_normalizing,
@@ -504,4 +532,5 @@ CHECKS: list[Callable[[str], None]] = [
     check_closing,
     check_layers,
     check_search,
+    check_scores_far_apart,
 ]
