@@ -365,16 +365,20 @@ def compiled(model: Any, rows: int, length: int, steps: int) -> Callable[[], obj
     return run
 
 
+def copy_rate() -> float:
+    """Bytes a second that a copy reads and writes."""
+    buffer, copy = (torch.empty(2**31, dtype=torch.uint8, device=DEVICE) for _ in range(2))
+    return 2 * buffer.nbytes / medians({"copy": partial(copy.copy_, buffer)}, 10)["copy"]
+
+
 def weights() -> list[Row]:
     """Milliseconds of a further step, against one reading of the weights at a copy's speed.
 
     For the smaller model also those of ``torch.compile``, which neither selects nor changes the
     order of hypotheses.
     """
-    buffer, copy = (torch.empty(2**31, dtype=torch.uint8, device=DEVICE) for _ in range(2))
-    rate = 2 * buffer.nbytes / medians({"copy": partial(copy.copy_, buffer)}, 10)["copy"]
-    del buffer, copy
     rows: list[Row] = []
+    rate = copy_rate()
     batch, k, length, steps = 8, 10, 32, 64
     shapes: dict[str, Callable[[], Any]] = {
         "1B": llama,
