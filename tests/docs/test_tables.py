@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import cpsbs
 from benchmarks import (
     answers,
     bars,
@@ -204,21 +205,25 @@ def test_the_page_on_speed_shows_the_last_results() -> None:
         for row in on_gpu["decoding"]
         if row["share of the selection"] != "-"
     )
-    assert f"and at most {share:.2f} of a step on a GPU" in page
+    assert f"and at most {share:.3f} of a further step on a GPU" in page
     steps = {(row["shape"], row["what"]): row for row in on_gpu["weights"]}
-    small, large = (steps[shape, "conditional-poisson"] for shape in ("1B", "7B"))
-    assert f"a 1B Llama takes {small['ms a further step']:.2f} ms" in page
-    assert f"a 7B Llama {large['times as long']:.2f} times the reading" in page
+    designs = ("conditional-poisson", "stratified")
+    ms = [steps["1B", design]["ms a further step"] for design in designs]
+    longer = [steps["7B", design]["times as long"] for design in designs]
+    assert f"a 1B Llama takes {ms[0]:.2f} ms with CPSBS and {ms[1]:.2f} with `stratified`" in page
+    assert f"a 7B Llama {longer[0]:.2f} and {longer[1]:.2f} times the reading" in page
+    assert max(ms) < steps["1B", "torch.compile, the model alone"]["ms a further step"]
     first = {
         row["version"]: row["seconds for the first result"]
         for row in on_gpu["first"]
         if row["design"] == "stratified" and row["kernels"] == "compiled now"
     }
-    assert f"after {first['now']:.2f} instead of {first['before']:.1f} seconds" in page
+    assert f"comes {first['now']:.2f} seconds after the model is loaded" in page
+    assert f"instead of {first['before']:.1f} (aim: half)" in page
     on_cpu = results("decoding")
     assert_shown("docs/speed.md", on_cpu, ("shares", "k5", "k20"))
     selection, reading = (max(row[x] for row in on_cpu["shares"]) for x in ("selection", "reading"))
-    assert f"the selection is at most {selection:.2f} of a search on a CPU" in page
+    assert f"is at most {selection:.2f} of a search on a CPU" in page
     assert (
         f"at most {selection:.2f} of a search, and reading the scores takes at most {reading:.2f}"
         in page
@@ -240,7 +245,12 @@ def test_selections_on_a_gpu_take_what_the_page_says() -> None:
         reached = {name for name in size if size[name]["ms"] <= 2 * size["copy"]["ms"]}
         assert {"top-k", "stratified"} <= reached
         assert "conditional-poisson" not in reached
-    assert f"takes {first['conditional-poisson']['ms']:.3f} ms at the first size, where" in page
+    longer = [size["conditional-poisson"]["ms"] / size["copy"]["ms"] for size in (first, second)]
+    said = f"takes {longer[0]:.2f} and {longer[1]:.2f} times as long as a copy"
+    assert f"{said}: {first['conditional-poisson']['ms']:.3f} ms at the first size" in page
+    misses = [size["gumbel-top-k"]["ms"] / size["copy"]["ms"] / 2 for size in (first, second)]
+    assert 1 < misses[0] < 1.01
+    assert f"and by {100 * (misses[1] - 1):.0f}% at the second" in page
     assert f"a selection of CPSBS takes {first['conditional-poisson']['ms']:.3f} ms (aim" in page
 
 
@@ -260,7 +270,7 @@ def test_the_page_on_gpus_tells_the_last_speeds() -> None:
     fast = {(row["model"], row["what"]): row["times as fast"] for row in measured["decoding"]}
     models = ("MarianMTModel", "LlamaForCausalLM")
     marian, llama = (fast[name, "conditional-poisson"] for name in models)
-    assert f"CPSBS is {marian:.1f} times as fast" in page
+    assert f"(`conditional-poisson`) is {marian:.1f} times as fast" in page
     assert f"and {llama:.1f} times for a model of the shape of a 1B Llama" in page
     marian, llama = (fast[name, "stratified"] for name in models)
     assert f"`stratified` takes longer for a step: {marian:.1f} and {llama:.1f} times" in page
@@ -331,6 +341,8 @@ def test_what_the_page_says_of_error_bars() -> None:
 
 def test_the_page_on_speed_shows_the_engines() -> None:
     page, measured = read("docs/speed.md"), results("engines_cpu")
+    parameters = sum(x.numel() for x in cpsbs.load("en-fr", device="cpu").model.parameters())
+    assert f"and {parameters / 1e6:.1f} million parameters" in page
     assert_shown("docs/speed.md", measured, ("engines_cpu",))
     rows = measured["engines_cpu"]
     ahead = [
@@ -346,7 +358,7 @@ def test_the_page_on_speed_shows_the_engines() -> None:
         beam["8", f"{name}, beam search", "float32"]["sentences a second"]
         for name in ("cpsbs", "transformers")
     ]
-    assert f"Transformers' beam search is {eight[0] / eight[1]:.1f} times slower" in page
+    assert f"Our beam search is {eight[0] / eight[1]:.1f} times as fast as transformers'" in page
     ours, exact = (beam["own", "cpsbs, beam search", weights] for weights in ("int8", "float32"))
     gap = abs(float(ours["BLEU"]) - float(beam["own", "CTranslate2, beam search", "int8"]["BLEU"]))
     assert f"differs by {gap:.2f} on all sentences" in page
@@ -364,6 +376,10 @@ def test_the_page_on_speed_shows_the_engines() -> None:
     assert min(few) > 1
     assert f"{min(few):.2f} to {max(few):.2f} times as many as CTranslate2 in batches of 64" in page
     assert f"and {min(own):.2f} to {max(own):.2f} times as many in batches of each" in page
+    beam = [
+        r["over CTranslate2"] for r in on_gpu["engines_cuda"] if r["what"] == "cpsbs, beam search"
+    ]
+    assert f"our beam search only {min(beam):.2f} to {max(beam):.2f} times as many" in page
     work = [r["over CTranslate2, processor time"] for r in ours if r["batch"] == "64"]
     assert sum(ratio > 1 for ratio in work) == 1
 
