@@ -376,10 +376,10 @@ def test_the_page_on_speed_shows_the_engines() -> None:
     assert min(few) > 1
     assert f"{min(few):.2f} to {max(few):.2f} times as many as CTranslate2 in batches of 64" in page
     assert f"and {min(own):.2f} to {max(own):.2f} times as many in batches of each" in page
-    beam = [
+    behind = [
         r["over CTranslate2"] for r in on_gpu["engines_cuda"] if r["what"] == "cpsbs, beam search"
     ]
-    assert f"our beam search only {min(beam):.2f} to {max(beam):.2f} times as many" in page
+    assert f"our beam search only {min(behind):.2f} to {max(behind):.2f} times as many" in page
     work = [r["over CTranslate2, processor time"] for r in ours if r["batch"] == "64"]
     assert sum(ratio > 1 for ratio in work) == 1
 
