@@ -41,9 +41,16 @@ class FixingBackend(Backend):
 
         return ASIDE.submit(run).result
 
-    def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def rehearse(
+        self, key: Hashable, steps: Sequence[Callable[[], Callable[[], None]]]
+    ) -> Callable[[], None]:
         self.rehearsed.append(key)
-        begun = [ASIDE.submit(torch.no_grad()(step)) for step in steps]
+
+        def run(prepare: Callable[[], Callable[[], None]]) -> None:
+            with torch.no_grad():
+                prepare()()
+
+        begun = [ASIDE.submit(run, prepare) for prepare in steps]
 
         def wait() -> None:
             for step in begun:

@@ -308,12 +308,15 @@ class Backend:
         found = compute()
         return lambda: found
 
-    def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
+    def rehearse(
+        self, key: Hashable, steps: Sequence[Callable[[], Callable[[], None]]]
+    ) -> Callable[[], None]:
         """Call functions in threads of their own, so that what they need is compiled.
 
         Args:
             key: identifies what the functions do; a backend calls them once for each key.
-            steps: the functions, which touch nothing that others use.
+            steps: functions that make preparations and return the functions to call, which touch
+                nothing that others use and may be called several times.
 
         Returns:
             A function that waits until all have returned. This backend compiles nothing, and calls

@@ -31,10 +31,10 @@ def rehearse(transition: Transition, model: FixedRowModel) -> Callable[[], None]
         return lambda: None
     settings, later = transition.settings, model.step_dtype
     device = torch.device(model.device)
-    take = partial(_take, transition, _few(model.sources), model.vocab_size, device)
+    prepared = partial(_prepared, transition, _few(model.sources), model.vocab_size, device)
     steps = [
-        partial(take, settings.design.roots(settings.k), torch.float32),
-        partial(take, settings.k, later),
+        partial(prepared, settings.design.roots(settings.k), torch.float32),
+        partial(prepared, settings.k, later),
     ]
     key = (transition.key, model.vocab_size, later)
     return transition.backend.rehearse(key, steps)
@@ -48,15 +48,15 @@ def _few(sources: int) -> int:
     return sources if sources < 16 else 16 + sources % 16
 
 
-def _take(
+def _prepared(
     transition: Transition,
     sources: int,
     tokens: int,
     device: torch.device,
     parents: int,
     dtype: torch.dtype,
-) -> None:
-    """Take a step from ``parents`` equal hypotheses of each source with random scores."""
+) -> Callable[[], None]:
+    """Return a step from ``parents`` equal hypotheses of each source with random scores."""
     settings, backend = replace(transition.settings, joint=False), transition.backend
     random = torch.Generator(device).manual_seed(0)
     streams = Streams.split(0, sources, device, backend)
@@ -67,5 +67,9 @@ def _take(
     beam = replace(beam, log_prob=beam.log_prob - math.log(parents))
     size = (sources, parents, tokens)
     scores = torch.randn(size, generator=random, device=device).to(dtype)
-    backend.close(scores.flatten(0, 1), beam.present, beam.finished)
-    transition(beam, scores, streams)
+
+    def take() -> None:
+        backend.close(scores.flatten(0, 1), beam.present, beam.finished)
+        transition(beam, scores, streams)
+
+    return take

@@ -27,6 +27,7 @@ from cpsbs.backends.triton.kernels import MOST_CHUNKS, MOST_IN_HEAD, POWER_SUMS
 from cpsbs.backends.triton.kernels.extending import close_rows, extend
 from cpsbs.backends.triton.kernels.finding import find_head
 from cpsbs.backends.triton.kernels.gumbel import select
+from cpsbs.backends.triton.kernels.launching import compiling_only
 from cpsbs.backends.triton.kernels.noise import uniform
 from cpsbs.backends.triton.kernels.poisson import draw
 from cpsbs.backends.triton.kernels.reading import normalize, read_into
@@ -188,16 +189,27 @@ class TritonBackend(Backend):
 
         return _aside().submit(run).result
 
-    def rehearse(self, key: Hashable, steps: Sequence[Callable[[], None]]) -> Callable[[], None]:
-        """Call functions once for each key, each in a thread and on a stream of its own."""
+    def rehearse(
+        self, key: Hashable, steps: Sequence[Callable[[], Callable[[], None]]]
+    ) -> Callable[[], None]:
+        """Call functions for each key, each in a thread and on a stream of its own.
+
+        The first call compiles the kernels and launches none of them, the second one launches them.
+        """
         if not torch.cuda.is_available():
             return super().rehearse(key, steps)
         device = torch.cuda.current_device()
 
-        def run(step: Callable[[], None]) -> None:
+        def run(prepare: Callable[[], Callable[[], None]]) -> None:
             make: Any = torch.cuda.Stream
             with torch.cuda.device(device), torch.cuda.stream(make(device)), torch.no_grad():
                 try:
+                    step = prepare()
+                    try:
+                        with compiling_only():
+                            step()
+                    except Exception as error:  # then they are compiled one after another
+                        log.debug("kernels are not compiled side by side: %s", error)
                     step()
                 except Exception as error:  # it will be raised again, if it is not of this call
                     log.debug("a step could not be rehearsed: %s", error)

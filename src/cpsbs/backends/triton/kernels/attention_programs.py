@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cpsbs.backends.triton.kernels.launching import kernel
+
 
 @triton.jit
 def plus(score, added, at, shown):
@@ -31,7 +33,7 @@ def blend(weight, fade, value, mean):
     return tl.dot(weight.to(value.dtype), value, mean * fade, input_precision="ieee")
 
 
-@triton.jit
+@kernel
 def own(
     out, query, q_row, q_head,
     new_keys, nk_row, nk_head, new_values, nv_row, nv_head,
@@ -130,7 +132,7 @@ def own(
     tl.store(values + at + dims, v_new, mask=inside)
 
 
-@triton.jit
+@kernel
 def shared(
     out, query, q_row, q_head, keys, values,
     mask, m_row, m_head, m_place, bias, b_row, b_head, b_place,

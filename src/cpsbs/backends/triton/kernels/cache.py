@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
+
 TILE = 8192
 """The most elements that a program holds in registers."""
 
@@ -13,7 +15,7 @@ MOST_ROWS = 1024
 """The most rows of a source, because a program holds a part of all of them."""
 
 
-@triton.jit
+@kernel
 def _advance(
     place, mask, parents, position, k, capacity,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,
@@ -58,7 +60,7 @@ def advance(place: Tensor, mask: Tensor, parent: Tensor, position: Tensor, windo
     )
 
 
-@triton.jit
+@kernel
 def _move(
     states, parents, position, sources, k, heads, blocks, inner, dim,
     PADDED: tl.constexpr, BLOCK: tl.constexpr,

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
 from cpsbs.scores.candidates import Candidates, Selection
 
@@ -25,7 +26,7 @@ NUMBERS = ["k", "parents", "tokens", "ends", "pad"]
 """Arguments that differ from search to search; compiling for certain values takes seconds."""
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _extend(
     index, selected, selected_log_inclusion,
     scores, offset, log_total, inverse_temperature, eos,
@@ -108,7 +109,7 @@ def extend(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _close(scores, present, finished, tokens, BLOCK: tl.constexpr):
     """Program (row, block): overwrite BLOCK scores of the row if its hypothesis has ended.
 

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
+
 MOST_ROWS = 128
 """The most rows for which these kernels are made: a program holds results of all rows."""
 
@@ -47,7 +49,7 @@ def _sums(
     return total
 
 
-@triton.jit
+@kernel
 def _parts(
     x, first, second, third, out, count, inputs, first_end, second_end, outputs, share,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
@@ -68,7 +70,7 @@ def _parts(
     tl.store(out + place, total, mask=(row < count)[:, None])
 
 
-@triton.jit
+@kernel
 def _gated(
     x, gate, up, out, count, inputs, outputs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr,
@@ -92,7 +94,7 @@ def _gated(
     tl.store(out + place, one / (1.0 + tl.exp(-one)) * other, mask=there)
 
 
-@triton.jit
+@kernel
 def _finish(
     parts, hidden, weight, normed, count, size, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, log_odds, scaled
 from cpsbs.scores.reading import Chunks
 
@@ -244,7 +245,7 @@ def _choose_by_blocks(
     return level
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _choose(
     maxima, offset, inverse_temperature, keys, slot_of, chosen, levels, sizes,
     m, slots, parents, chunks,
@@ -277,7 +278,7 @@ def _choose(
     tl.store(sizes + source, 0)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _collect(
     scores, offset, inverse_temperature, chosen, levels, sizes, near, ties, tied, bits,
     slots, parents, tokens, chunks, segments,
@@ -352,7 +353,7 @@ def _place_of_tie(ties, tied, number, segments, MEMBERS: tl.constexpr):
     return tl.load(tied + at)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _rank(
     scores, offset, inverse_temperature, chosen, levels, sizes, near, ties, tied, found, bits,
     values, index,

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.finding import nth_largest, taken
+from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import host_number, one_minus_exp, scaled, softplus
 from cpsbs.randomness import Counters
@@ -75,7 +76,7 @@ def _given_maximum(score, largest, maximum):
     return tl.where(score == -float("inf"), score, maximum - softplus(v))
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _chunk_scores(
     maxima, sums, offset, score, seeds, counts, inverse_temperature, keys, parents, chunks
 ):
@@ -137,7 +138,7 @@ def _rank(found, m, slot, own):
     return rank
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _choose_chunks(
     keys, found, places, chosen, tops, m, parents, chunks, BLOCK: tl.constexpr
 ):  # fmt: skip
@@ -156,7 +157,7 @@ def _choose_chunks(
         tl.store(chosen + out, tl.load(places + slot, mask=slot < m, other=0), mask=slot < m)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _member_scores(
     scores, offset, chosen, tops, seeds, counts, inverse_temperature, keys,
     m, parents, tokens, chunks,
@@ -182,7 +183,7 @@ def _member_scores(
     tl.store(keys + source * m * LENGTH + place, _key(moved), mask=here[:, None])
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def _choose(
     keys, found, places, chosen, tops, threshold, counts,
     index, present, new_score, new_threshold,

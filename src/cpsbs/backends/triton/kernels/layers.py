@@ -10,11 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
+
 BLOCK = 2048
 """Numbers that a program of ``_silu`` handles"""
 
 
-@triton.jit
+@kernel
 def _rms(x, weight, out, dim, eps, BLOCK: tl.constexpr):
     """Program (row): x / √(mean of x² + eps) · weight."""
     row = tl.program_id(0).to(tl.int64)
@@ -46,7 +48,7 @@ def _turn(x, first, second, row_stride, heads, c, s, c2, s2, HEADS: tl.constexpr
     tl.store(two, b * c2[None, :] + a * s2[None, :], mask=here)
 
 
-@triton.jit
+@kernel
 def _rotate(
     query, new_keys, cosines, sines, cos_row, heads, kv_heads,
     HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -79,7 +81,7 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _silu(x, factor, count, BLOCK: tl.constexpr):
     """Program (block): x / (1 + e^−x) · factor, in place of x."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -6,10 +6,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
+
 BLOCK = 4096
 
 
-@triton.jit
+@kernel
 def _add(out, logits, bias, tokens, BLOCK: tl.constexpr):
     """Program (row, block): add BLOCK entries of the bias to those of the row."""
     row = tl.program_id(0).to(tl.int64)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
+
 BLOCK = 1024
 
 
@@ -20,7 +22,7 @@ def uniform64(seed, place):
     return bits.to(tl.float64) * 1.1102230246251565e-16  # 2^-53
 
 
-@triton.jit
+@kernel
 def _uniform(seeds, counts, rows, out, each, BLOCK: tl.constexpr):
     """Program (row, block): write BLOCK of the row's ``each`` numbers."""
     a = tl.program_id(0).to(tl.int64)

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from cpsbs.backends.triton.kernels import POWER_SUMS
+from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import scaled, softplus
 
@@ -54,7 +55,7 @@ def in_head(bits, chunk, there, LENGTH: tl.constexpr):
     return (tl.load(bits + word, mask=there[:, None], other=0) >> place % 32) & 1 > 0
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def without_head(
     scores, chosen, bits, head, offset, again, inverse_temperature,
     m, slots, parents, tokens, chunks,
@@ -79,7 +80,7 @@ def without_head(
         power *= weight
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def tail(
     maxima, sums, head, offset, slot_of, again, reach, partial, inverse_temperature,
     m, slots, parents, chunks, table, blocks,
@@ -182,7 +183,7 @@ def _from_tail(
     return parent * tokens + found % chunks * LENGTH + inside, value
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def draw(
     scores, head_index, head, offset, slot_of, bits, reach, partial, seeds, counts,
     cosines, sines, back, tail_real, tail_imaginary, binomials,
@@ -346,7 +347,7 @@ def draw(
     tl.store(counts + source, drawn_before + 1)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def inclusion(
     picked, present, tilts, turned, probability, head, cosines, sines, lifts, out,
     k, m,

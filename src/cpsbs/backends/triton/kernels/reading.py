@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
 
 THREADS = 128
@@ -24,7 +25,7 @@ def _run(scores, token, number, tokens, RUN: tl.constexpr):
     return x.to(tl.float32)
 
 
-@triton.jit
+@kernel
 def _read(
     scores, maxima, sums,
     stride, tokens, chunks, table, inverse_temperature,
@@ -74,7 +75,7 @@ def read_into(
     )  # fmt: skip
 
 
-@triton.jit
+@kernel
 def _normalize(
     maxima, sums, log_prob, log_total, offset, chunks, inverse_temperature, BLOCK: tl.constexpr
 ):

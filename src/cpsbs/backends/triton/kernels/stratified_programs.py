@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import scaled
 from cpsbs.backends.triton.kernels.poisson_programs import unit_of
@@ -33,7 +34,7 @@ NUMBERS = ["k", "slots", "parents", "tokens", "chunks", "blocks"]
 """Arguments that differ between searches; to compile a variant for a value takes seconds."""
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def begin(
     offset, log_prob, log_inclusion, seeds, counts, shifted, order,
     parents, chunks, blocks,
@@ -70,7 +71,7 @@ def begin(
     tl.store(out, number, mask=number < count)
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def masses(
     maxima, sums, head, shifted, slot_of, again, order, reach, inverse_temperature,
     k, slots, parents, chunks,
@@ -138,7 +139,7 @@ def _find_chunk(reach, at, chunks, STRIDE: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=NUMBERS)
+@kernel(do_not_specialize=NUMBERS)
 def draw(
     scores, head, head_index, shifted, slot_of, bits, reach, order, seeds, counts,
     inverse_temperature, until, notes, drawn, picked,

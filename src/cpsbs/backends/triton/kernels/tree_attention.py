@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weights
+from cpsbs.backends.triton.kernels.launching import kernel
 
 BLOCKS = (128, 64, 32)
 """Keys that a program multiplies at a time: the first of these for which it has enough memory."""
@@ -88,7 +89,7 @@ def _score(q, p, keys, at, shown, scaling, HALF: tl.constexpr):
     return tl.dot(p, tl.trans(other), score, input_precision="ieee") * scaling
 
 
-@triton.jit
+@kernel
 def attend(
     out, query, q_row, q_head,
     new_keys, nk_row, nk_head, new_values, nv_row, nv_head, step,

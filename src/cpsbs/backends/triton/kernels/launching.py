@@ -1,0 +1,86 @@
+"""Kernels that can be compiled without being launched, all that a step needs at the same time.
+
+Triton compiles a kernel when it is first launched, and the next one only when that is done. A step
+that is taken inside of ``compiling_only`` launches nothing: its kernels are compiled side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+
+MOST_THREADS = 16
+"""The most kernels that are compiled at the same time."""
+
+_here = threading.local()
+
+
+class NotWrittenError(Exception):
+    """Something depends on what a kernel was to write that has only been compiled."""
+
+
+class Kernel(triton.JITFunction):  # type: ignore[misc, unused-ignore]
+    """A function of Triton's that is only compiled inside of ``compiling_only``."""
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        """Launch the kernel, or compile it."""
+        warmup |= getattr(_here, "compiles_only", False)
+        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+
+
+def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
+    """Do what ``triton.jit`` does, for functions that the host launches."""
+
+    def made(function: Callable[..., Any]) -> Any:
+        found: Any = triton.jit(function, **options)
+        if isinstance(found, triton.JITFunction):  # and not what an interpreter runs
+            found.__class__ = Kernel
+        return found
+
+    return made if function is None else made(function)
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Compile the kernels that this thread would launch; all are compiled when this ends.
+
+    What the kernels would have written is zero.
+
+    Raises:
+        NotWrittenError: if an operation is given indices, which may be wrong then.
+    """
+    with (
+        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
+        triton.AsyncCompileMode(threads),
+        _Unwritten(),
+    ):
+        _here.compiles_only = True
+        try:
+            yield
+        finally:
+            _here.compiles_only = False
+
+
+class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Fills new memory with zeros, and raises where an operation is given indices.
+
+    They may come from what was not written, and a GPU that is given an index too large serves no
+    further call of the process.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            if argument.name in ("index", "indices") and not isinstance(value, int):
+                raise NotWrittenError(f"{func} is given indices")
+        made = func(*args, **(kwargs or {}))
+        return made.zero_() if "empty" in func.overloadpacket.__name__ else made
