@@ -297,50 +297,75 @@ def _searched(model: Any, ids: Tensor, k: int, design: str, steps: int) -> None:
     search(inputs, k, design, max_length=steps, generator=0).sequences.cpu()
 
 
-def kernels(most: int = 12, steps: int = 128) -> list[Row]:
-    """Where the time of a step goes: the kernels that take the most of it, and the gaps.
+def launched(run: Callable[[], object]) -> tuple[dict[str, list[float]], float]:
+    """Return the microseconds of each launch of a run by the kernel's name, and those of the run.
 
-    All of a search is counted, but it has so many steps that its start hardly shows.
+    The second figure is the time from the first launch to the end of the last one.
     """
     from torch.profiler import ProfilerActivity, profile
 
+    for _ in range(2):
+        run()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize()
+    launches = [e for e in found.events() or [] if "CUDA" in str(e.device_type)]
+    spans = [(e.time_range.start, e.time_range.end) for e in launches]
+    taken: dict[str, list[float]] = {}
+    for event, (start, end) in zip(launches, spans, strict=True):
+        taken.setdefault(str(event.name)[:60], []).append(end - start)
+    return taken, max(end for _, end in spans) - min(start for start, _ in spans)
+
+
+def _of_a_step(run: Callable[[], object], steps: int, most: int = 12) -> list[Row]:
+    """Return what the kernels that take the most time of a run take of each of its steps."""
+    taken, whole = launched(run)
+    first = sorted(taken, key=lambda name: -sum(taken[name]))
+    # Kernels that run side by side count twice, so that gaps may be larger than they seem.
+    others = [x for name in first[most:] for x in taken[name]]
+    shown = {name: taken[name] for name in first[:most]} | {"others": others}
+    shown["gaps"] = [whole - sum(map(sum, taken.values()))]
+    return [
+        {
+            "kernel": name,
+            "launches a step": len(own) / steps if name != "gaps" else "-",
+            "µs a step": sum(own) / steps,
+            "share": sum(own) / whole,
+        }
+        for name, own in shown.items()
+    ]
+
+
+def _repeated(run: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
+def kernels(steps: int = 128) -> list[Row]:
+    """Where the time of a step goes: the kernels that take the most of it, and the gaps.
+
+    All of a search is counted, but it has so many steps that its start hardly shows. Beside them, a
+    selection alone: recorded, and as many times in a row.
+    """
     rows: list[Row] = []
+    designs = ("conditional-poisson", "stratified")
     for make, batch, k, length in ((marian, 32, 20, 20), (llama, 8, 10, 32)):
         model = make()
         model.generation_config.eos_token_id = None
         ids = torch.randint(2, model.config.vocab_size, (batch, length), device=DEVICE)
-        for design in ("conditional-poisson", "stratified"):
+        for design in designs:
+            what: Row = {"what": type(model).__name__, "design": design}
             run = partial(_searched, model, ids, k, design, steps)
-            for _ in range(2):
-                run()
-            with profile(activities=[ProfilerActivity.CUDA]) as found:
-                run()
-            launches = [e for e in found.events() or [] if "CUDA" in str(e.device_type)]
-            spans = [(e.time_range.start, e.time_range.end) for e in launches]
-            whole = max(end for _, end in spans) - min(start for start, _ in spans)
-            taken: dict[str, list[float]] = {}
-            for event, (start, end) in zip(launches, spans, strict=True):
-                taken.setdefault(str(event.name)[:60], []).append(end - start)
-            first = sorted(taken, key=lambda name: -sum(taken[name]))
-            # Kernels that run side by side count twice, so that gaps may be larger than they seem.
-            others = [x for name in first[most:] for x in taken[name]]
-            shown = {name: taken[name] for name in first[:most]} | {"others": others}
-            gap = whole - sum(map(sum, taken.values()))
-            shown["gaps"] = [gap]
-            rows += [
-                {
-                    "model": type(model).__name__,
-                    "design": design,
-                    "kernel": name,
-                    "launches a step": len(own) / steps if name != "gaps" else "-",
-                    "µs a step": sum(own) / steps,
-                    "share": sum(own) / whole,
-                }
-                for name, own in shown.items()
-            ]
-        del model
+            rows += [what | row for row in _of_a_step(run, steps)]
+        del model, run
         gc.collect()
         torch.cuda.empty_cache()
+    scores = 2 * torch.randn((32, 20, 50_000), device=DEVICE)
+    for design in designs:
+        what = {"what": "selection alone", "design": design}
+        run = partial(_repeated, recorded(selecting(design, scores, 20)), steps)
+        rows += [what | row for row in _of_a_step(run, steps)]
     return rows
 
 

@@ -1,12 +1,12 @@
 """On a GPU: what the kernels of a step would take with other sizes of their programs.
 
-    python -m benchmarks.tuning [products] [attention] [--json FILE]
+    python -m benchmarks.tuning [products] [attention] [selection] [--json FILE]
 
 One size is changed at a time, from what the package uses, which is the row "as it is". Kernels run
 as in a step: recorded, one after another, on other weights or keys each time, so that these are not
 in the card's cache. "Time over reading" is 1 for a kernel that reads its weights, or keys and
 values, at the speed of a copy and does nothing else. The constants are those of
-``cpsbs.backends.triton.kernels.few_rows`` and ``tree_attention``.
+``cpsbs.backends.triton.kernels.few_rows``, ``tree_attention`` and ``poisson``.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import Row, copy_rate, medians, recorded
+from benchmarks.gpu import Row, copy_rate, medians, recorded, selecting
 from benchmarks.gpu_models import DEVICE
 from benchmarks.tables import table
 from cpsbs.backends.triton import kernels
-from cpsbs.backends.triton.kernels import few_rows, tree_attention
+from cpsbs.backends.triton.kernels import few_rows, poisson, tree_attention
 from cpsbs.backends.triton.kernels.attention import attend_by_table
 
 CACHE = 256_000_000
@@ -52,6 +52,13 @@ ATTENTION: dict[str, Sizes] = {
     **{f"{n} rows": {"MOST_MEMBERS": n} for n in (1, 2, 8, 16)},
     **{f"{n} keys at a time": {"BLOCKS": (n,)} for n in (32, 64, 128)},
     **{f"{n} warps": {"WARPS": n} for n in (1, 2, 8)},
+}
+
+SELECTION: dict[str, Sizes] = {
+    "as it is": {},
+    **{f"{n} items of the tail at a time": {"DRAWN": n} for n in (8, 32, 64)},
+    **{f"{n} warps draw": {"DRAW_WARPS": n} for n in (4, 16)},
+    **{f"{n} warps add up the tail": {"TAIL_WARPS": n} for n in (4, 16)},
 }
 
 LAYERS = {
@@ -175,9 +182,31 @@ def attention() -> Iterator[list[Row]]:
             yield compared(what, tree_attention, ATTENTION, launches, read, rate)
 
 
+def selection() -> Iterator[list[Row]]:
+    """A whole selection of conditional Poisson sampling, from the scores to the inclusion."""
+    rate = copy_rate()
+    for sources, k, tokens, dtype in (
+        (32, 20, 50_000, torch.float32),
+        (64, 5, 128_256, torch.bfloat16),
+        (8, 50, 32_000, torch.float32),
+        (8, 200, 32_000, torch.float32),
+    ):
+        size = (sources, k, tokens)
+
+        def scores(size: tuple[int, ...] = size, dtype: torch.dtype = dtype) -> tuple[Tensor]:
+            return (2 * torch.randn(size, device=DEVICE).to(dtype),)
+
+        sets = some(scores)
+        launches = [selecting("conditional-poisson", x, k) for (x,) in sets]
+        what = f"{sources} × {k} × {tokens}, {str(dtype)[6:]}"
+        yield compared(what, poisson, SELECTION, launches, sets[0][0].nbytes, rate)
+        del launches, sets
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     """Measure, print tables and write JSON."""
-    parts = {"products": products, "attention": attention}
+    parts = {"products": products, "attention": attention, "selection": selection}
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[[], *parts], metavar="PART")
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
