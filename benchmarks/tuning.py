@@ -2,11 +2,11 @@
 
     python -m benchmarks.tuning [products] [attention] [selection] [--json FILE]
 
-One size is changed at a time, from what the package uses, which is the row "as it is". Kernels run
-as in a step: recorded, one after another, on other weights or keys each time, so that these are not
-in the card's cache. "Time over reading" is 1 for a kernel that reads its weights, or keys and
-values, at the speed of a copy and does nothing else. The constants are those of
-``cpsbs.backends.triton.kernels.few_rows``, ``tree_attention`` and ``poisson``.
+One size is changed at a time, or a few that belong together, from what the package uses, which is
+the row "as it is". Kernels run as in a step: recorded, one after another, on other weights or keys
+each time, so that these are not in the card's cache. "Time over reading" is 1 for a kernel that
+reads its weights, or keys and values, at the speed of a copy and does nothing else. The constants
+are those of ``cpsbs.backends.triton.kernels.few_rows``, ``tree_attention`` and ``poisson``.
 """
 
 from __future__ import annotations
@@ -45,6 +45,10 @@ PRODUCTS: dict[str, Sizes] = {
     **{f"{n} stages": {"STAGES": n} for n in (3, 4, 6)},
     **{f"{n} outputs": {"COLUMNS": (n,), "GATED_COLUMNS": n} for n in (32, 64, 128)},
     **{f"{n} warps": {"WARPS": n, "GATED_WARPS": n} for n in (2, 4, 8)},
+    # With less memory each, a multiprocessor has two programs at a time.
+    "3 stages, 264 programs": {"STAGES": 3, "PROGRAMS": 264},
+    "3 stages, 64 outputs, 264 programs": {"STAGES": 3, "COLUMNS": (64,), "PROGRAMS": 264},
+    "3 stages, 128 inputs at a time": {"STAGES": 3, "DEPTH": 128},
 }
 
 ATTENTION: dict[str, Sizes] = {
