@@ -73,7 +73,7 @@ class TextModel:
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
-        weights = " with int8 weights" if self.quantize else ""
+        weights = "" if self.quantize is None else f" with {self.quantize} weights"
         return (
             f"TextModel({self.name!r}, {kind}, {millions:,.1f}M parameters, "
             f"{dtype}{weights} on {self.model.device})"
@@ -402,7 +402,8 @@ class TextModel:
             input_ids=padded(ids, self._padding),
             attention_mask=padded([torch.ones_like(row) for row in ids], 0),
         )
-        model.name = self.name
+        rounded = "" if self.quantize is None else f" with {self.quantize} weights"
+        model.name = self.name + rounded
         return model
 
     def repeated(self, texts: Sequence[Prompt]) -> Models:
