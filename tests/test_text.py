@@ -85,7 +85,8 @@ def test_a_causal_model_continues_prompts(tmp_path: Path) -> None:
     assert both.sequences.shape[-1] <= 5
     alone = model.beams(texts[:1], 3, max_length=5, seed=0)
     assert alone.tokens(0) == both.tokens(0)
-    with pytest.raises(ValueError, match=r"texts\[0\] has 60 tokens; .* takes at most 59"):
+    message = r"texts\[0\] has 60 tokens; .* takes at most 59 with max_length = 5"
+    with pytest.raises(ValueError, match=message):
         model.beams([" ".join(["dog"] * 60)], 3, max_length=5)
 
 
@@ -141,7 +142,6 @@ def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
         model.beams(["word " * 300])
     with pytest.raises(ValueError, match="max_length is 500; en-fr takes at most 256 tokens"):
         model.beams(["Yes."], max_length=500)
-
     wrong: Any
     for wrong in ("0", 1.5):
         with pytest.raises(ValueError, match=f"seed is {wrong!r}; it must be an integer"):
@@ -155,6 +155,7 @@ def test_results_say_that_weights_are_rounded() -> None:
         pytest.skip("torch has no int8 kernels here")
     beams = cpsbs.load("en-fr", device="cpu", quantize="int8").beams(["Yes."], 1, max_length=2)
     assert beams.settings["model"] == "en-fr with int8 weights"
+
 
 def test_an_unknown_model_is_told_with_what_there_is(tmp_path: Path) -> None:
     with pytest.raises(

@@ -195,6 +195,16 @@ def eos_tokens(model: SequenceModel) -> tuple[int, ...]:
     return (eos,) if isinstance(eos, int) else tuple(eos)
 
 
+def check_model_starts(model: object) -> None:
+    """Raise a ValueError that says what to pass instead, if an object is not a model to search."""
+    if hasattr(model, "start"):
+        return
+    instead = "wrap a transformers model as TransformersModel(model, **inputs)"
+    if hasattr(model, "sequence_model"):
+        instead = "call model.beams(texts), or pass model.sequence_model(texts)"
+    raise ValueError(f"model is a {type(model).__name__}, which has no start(); {instead}")
+
+
 def check_scores(scores: object, rows: int, model: SequenceModel, call: str) -> Tensor:
     """Return the scores, or raise a ValueError if a method of the model must not return them.
 
