@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, by the kernels for CPUs that torch brings.
+"""Defines linear layers with int8 weights, for CPUs.
 
 Each output of a weight has a scale of its own, W ≈ s q with integers |q| ≤ 127. The inputs of a
 product are rounded to eight bits when they arrive, each row with a scale of its own, so that what a
