@@ -241,6 +241,16 @@ def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], message: s
         model.generate(torch.tensor([[3, 4]]), custom_generate=cpsbs.generate, **arguments)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_a_length_beyond_the_last_position_is_refused(name: str) -> None:
+    model = make(name)
+    most = model.config.max_position_embeddings
+    endless = TransformersModel(model, **prompts(model), min_new_tokens=99, max_new_tokens=99)
+    message = rf"max_position_embeddings is {most}, which .*max_length must not exceed"
+    with pytest.raises(ValueError, match=message):
+        search(endless, 2, max_length=most + 5, generator=0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

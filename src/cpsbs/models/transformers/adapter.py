@@ -182,7 +182,24 @@ class TransformersModel:
         self._states = None
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """Return the scores [rows, V] after one more token."""
+        """Return the scores [rows, V] after one more token.
+
+        Raises:
+            ValueError: if the model has no position for it.
+        """
+        try:
+            return self._advance(parent, token)
+        except IndexError as error:
+            most = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+            if most is None:
+                raise
+            whole = "max_length" if self._is_encoder_decoder else "the prompt and max_length"
+            raise ValueError(
+                f"the model failed on one more token ({error}); its max_position_embeddings is "
+                f"{most}, which {whole} must not exceed"
+            ) from error
+
+    def _advance(self, parent: Tensor, token: Tensor) -> Tensor:
         at_start = self._direct is None and self._ids.shape[-1] == self.prompt.shape[-1]
         if at_start and self.device.type == "cpu":
             self._direct = self._begin_directly(parent)
