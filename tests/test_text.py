@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import cpsbs
+from cpsbs.models.transformers.int8 import int8_works
 from cpsbs.text import EMBEDDED, demonstration, embedded_models
 from tests.models.folders import causal_folder, encoder_folder
 
@@ -84,7 +85,8 @@ def test_a_causal_model_continues_prompts(tmp_path: Path) -> None:
     assert both.sequences.shape[-1] <= 5
     alone = model.beams(texts[:1], 3, max_length=5, seed=0)
     assert alone.tokens(0) == both.tokens(0)
-    with pytest.raises(ValueError, match=r"texts\[0\] has 60 tokens; .* takes at most 59"):
+    message = r"texts\[0\] has 60 tokens; .* takes at most 59 with max_length = 5"
+    with pytest.raises(ValueError, match=message):
         model.beams([" ".join(["dog"] * 60)], 3, max_length=5)
 
 
@@ -140,6 +142,19 @@ def test_bad_arguments_are_named(model: cpsbs.TextModel) -> None:
         model.beams(["word " * 300])
     with pytest.raises(ValueError, match="max_length is 500; en-fr takes at most 256 tokens"):
         model.beams(["Yes."], max_length=500)
+    wrong: Any
+    for wrong in ("0", 1.5):
+        with pytest.raises(ValueError, match=f"seed is {wrong!r}; it must be an integer"):
+            model.beams(["Yes."], seed=wrong)
+    with pytest.raises(ValueError, match=r"model is a TextModel, .* model.sequence_model\(texts\)"):
+        cpsbs.search(model, 2, max_length=3)  # type: ignore[arg-type]
+
+
+def test_results_say_that_weights_are_rounded() -> None:
+    if not int8_works():
+        pytest.skip("torch has no int8 kernels here")
+    beams = cpsbs.load("en-fr", device="cpu", quantize="int8").beams(["Yes."], 1, max_length=2)
+    assert beams.settings["model"] == "en-fr with int8 weights"
 
 
 def test_an_unknown_model_is_told_with_what_there_is(tmp_path: Path) -> None:

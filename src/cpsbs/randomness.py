@@ -8,6 +8,7 @@ host.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,6 +181,16 @@ def fresh_seed(generator: torch.Generator | None) -> int:
     """Draw a seed from a generator, or from torch's default generator."""
     device = torch.device("cpu") if generator is None else generator.device
     return int(torch.randint(2**62, (), generator=generator, device=device))
+
+
+def chosen_seed(seed: int | None) -> int:
+    """Return the seed, or a fresh one for None, or raise a ValueError if it is no integer."""
+    if seed is None:
+        return fresh_seed(None)
+    try:
+        return operator.index(seed)
+    except TypeError:
+        raise ValueError(f"seed is {seed!r}; it must be an integer, or None") from None
 
 
 def split_seed(

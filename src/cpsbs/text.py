@@ -33,7 +33,7 @@ from cpsbs.models.transformers.int8 import is_quantized
 from cpsbs.prompts import Messages as Messages
 from cpsbs.prompts import Prompt as Prompt
 from cpsbs.prompts import prompt_tokens
-from cpsbs.randomness import Streams, fresh_seed
+from cpsbs.randomness import Streams, chosen_seed
 from cpsbs.search.api import search_models
 from cpsbs.search.beams import Beams
 from cpsbs.search.more import (
@@ -73,7 +73,7 @@ class TextModel:
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
-        weights = " with int8 weights" if self.quantize else ""
+        weights = "" if self.quantize is None else f" with {self.quantize} weights"
         return (
             f"TextModel({self.name!r}, {kind}, {millions:,.1f}M parameters, "
             f"{dtype}{weights} on {self.model.device})"
@@ -185,7 +185,7 @@ class TextModel:
         streams: Iterable[Sequence[int]] | None = None,
     ) -> Iterator[Beams]:
         """Draw as ``beams_each`` does, with all settings in one value."""
-        chosen = fresh_seed(None) if seed is None else seed
+        chosen = chosen_seed(seed)
         device, backend = self.model.device, backend_for(self.model.device)
         prompts, numbers = iter(batches), streams
         if numbers is None:
@@ -236,7 +236,7 @@ class TextModel:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
         length = self.usual_length if max_length is None else max_length
         settings = SearchSettings(k, design_named(design), length, **options)
-        chosen = fresh_seed(None) if seed is None else seed
+        chosen = chosen_seed(seed)
         return beams_in_order(
             texts,
             lambda batches, streams: self.draw(batches, settings, seed=chosen, streams=streams),
@@ -354,7 +354,7 @@ class TextModel:
         )
         length = self.usual_length if max_length is None else max_length
         settings = plan.evidence_settings(length, temperature, nucleus)
-        chosen, numbers = fresh_seed(None) if seed is None else seed, list(range(len(texts)))
+        chosen, numbers = chosen_seed(seed), list(range(len(texts)))
 
         def draw(numbers: list[int], settings: SearchSettings, seed_offset: int) -> Beams:
             batch = [texts[i] for i in numbers]
@@ -402,7 +402,8 @@ class TextModel:
             input_ids=padded(ids, self._padding),
             attention_mask=padded([torch.ones_like(row) for row in ids], 0),
         )
-        model.name = self.name
+        rounded = "" if self.quantize is None else f" with {self.quantize} weights"
+        model.name = self.name + rounded
         return model
 
     def repeated(self, texts: Sequence[Prompt]) -> Models:
@@ -444,7 +445,8 @@ class TextModel:
             if isinstance(text, str) and not text.strip():
                 wrong[i] = "is empty"
             elif room is not None and len(own) > room:
-                wrong[i] = f"has {len(own)} tokens; {self.name} takes at most {room}"
+                beside = "" if self.is_encoder_decoder else f" with max_length = {max_length}"
+                wrong[i] = f"has {len(own)} tokens; {self.name} takes at most {room}{beside}"
         return wrong
 
     def _check(self, texts: Sequence[Prompt], tokens: list[list[int]], max_length: int) -> None:

@@ -83,7 +83,7 @@ def map_in_threads(compute: Callable[[T], R], items: Iterable[T], threads: int) 
 
 @contextmanager
 def _one_core() -> Iterator[None]:
-    """Let torch use one core in this thread for a while; its threads would wait by spinning."""
+    """Let torch use one core in this thread for a while, because its idle threads would spin."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -93,7 +93,7 @@ def _one_core() -> Iterator[None]:
 
 
 def _one_core_each(threads: int, cancelled: threading.Event) -> ThreadPoolExecutor:
-    """Return threads in each of which torch uses one core, and leave its setting for others."""
+    """Return a thread pool in which torch uses one core per thread; others keep their setting."""
     before, all_there = torch.get_num_threads(), threading.Barrier(threads + 1)
 
     def begin() -> None:

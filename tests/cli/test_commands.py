@@ -168,12 +168,13 @@ def test_demo_shows_the_main_job() -> None:
         (["sample", "--file", "nowhere"], None, "nowhere, which cannot be read: No such file"),
         (["sample", "Yes.", "--design", "nope"], None, "conditional-poisson, "),
         (["sample", "Yes.", "--design", "top-k", "--anneal", "0.5"], None, "--anneal"),
-        (["sample", "Yes.", "--temperature", "0"], None, "temperature is 0"),
-        (["sample", "Yes.", "--dtype", "float9"], None, "dtype is float9; allowed are"),
+        (["sample", "Yes.", "--temperature", "0"], None, "error: --temperature is 0"),
+        (["sample", "Yes.", "--dtype", "float9"], None, "error: --dtype is float9; allowed are"),
+        (["sample", "Yes.", "--int8", "--dtype", "float64"], None, "error: --int8 is 'int8', but"),
         (
             ["sample", "Yes.", "--model", "./nowhere"],
             None,
-            "'./nowhere', but this folder does not exist",
+            "error: --model is './nowhere', but this folder does not exist",
         ),
         (["sample", "Yes.", "--output", "no/folder/x.jsonl"], None, "there is no folder"),
         (["estimate", "bleu", "Yes."], None, "bleu needs a reference"),
@@ -181,7 +182,11 @@ def test_demo_shows_the_main_job() -> None:
         (["estimate", "length", "Yes.", "--design", "top-k"], None, "cannot estimate"),
         (["estimate", "length", "Yes.", "--estimator", "hindsight"], None, "conditional-poisson"),
         (["compare", " "], None, "text 1 is empty; nothing was computed. Give another text\n"),
-        (["sample", "Yes.", "--max-length", "999"], None, "takes at most 256 tokens"),
+        (
+            ["sample", "Yes.", "--max-length", "999"],
+            None,
+            "--max-length is 999; en-fr takes at most",
+        ),
         (["sample", "--skip"], "\n\n", "text 1 is empty"),
         (["estimate", "length", "Yes.", "--plain"], None, "--plain applies to entropy only"),
         (["estimate", "bleu", "Yes.", "--reference-file", "no"], None, "--reference-file is no"),
@@ -195,6 +200,22 @@ def test_errors_are_one_line(arguments: list[str], stdin: str | bytes | None, me
     assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not result.stdout
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("std::bad_alloc"), RuntimeError("DefaultCPUAllocator: can't allocate memory")],
+)
+def test_too_little_memory_is_told_with_what_to_do(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cpsbs.TextModel, "draw", fail)
+    result = run("sample", "Yes.")
+    assert result.exit_code == 1
+    assert "too little memory; choose a smaller -k or --batch-size" in result.stderr
 
 
 def test_wrong_options_exit_with_two() -> None:

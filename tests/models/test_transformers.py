@@ -241,6 +241,29 @@ def test_what_cannot_be_honoured_is_refused(settings: dict[str, Any], message: s
         model.generate(torch.tensor([[3, 4]]), custom_generate=cpsbs.generate, **arguments)
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bart"])
+def test_a_length_beyond_the_last_position_is_refused(name: str) -> None:
+    model = make(name)
+    most = model.config.max_position_embeddings
+    endless = TransformersModel(model, **prompts(model), min_new_tokens=99, max_new_tokens=99)
+    message = rf"max_position_embeddings is {most}, which .*max_length must not exceed"
+    with pytest.raises(ValueError, match=message):
+        search(endless, 2, max_length=most + 5, generator=0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.5}, "temperature is 0.5, which transformers ignores without do_sample"),
+        ({"top_p": 0.9}, "top_p is 0.9, which transformers ignores"),
+        ({"num_beams": 4}, "num_beams is 4; leave it out: the search takes k"),
+    ],
+)
+def test_inputs_without_effect_are_refused(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        TransformersModel(make("gpt2"), input_ids=torch.tensor([[3, 4]]), **settings)
+
+
 def test_what_a_checkpoint_brings_along_is_refused_or_set_back() -> None:
     model = make("llama")
     inputs = {"input_ids": torch.tensor([[3, 4]])}

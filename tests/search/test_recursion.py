@@ -311,6 +311,8 @@ def test_beams_can_be_sliced_and_written_down() -> None:
         ({"design": "beam"}, "design is 'beam'; it must be one of conditional-poisson"),
         ({"design": Diverse(groups=3), "k": 4}, "groups is 3; k = 4 must be a multiple"),
         ({"generator": [torch.Generator()] * 2}, "generator has 2 generators"),
+        ({"generator": 1.5}, "generator is 1.5; it must be a seed"),
+        ({"generator": "0"}, "generator has a str for a model"),
     ],
 )
 def test_bad_arguments_are_refused(arguments: dict[str, object], message: str) -> None:

@@ -36,6 +36,18 @@ EPILOG = (
 )
 
 
+OPTIONS = {
+    "name": "--model",
+    "quantize": "--int8",
+    "max_length": "--max-length",
+    **{x: f"--{x}" for x in ("device", "dtype", "design", "temperature", "nucleus", "anneal")},
+}
+"""The options of the arguments that errors begin with."""
+
+NO_MEMORY = ("bad_alloc", "can't allocate memory")
+"""How torch says on a CPU that there is too little memory."""
+
+
 class LinesSkippedError(Exception):
     """Raised at the end of a run that skipped some lines."""
 
@@ -69,7 +81,7 @@ def reporting_errors(
         RuntimeError,
         ValueError,
     ) as error:
-        print_message("error", str(error) or type(error).__name__)
+        print_message("error", _said(error))
         raise typer.Exit(1) from error
     except LinesSkippedError as skipped:
         print_message("note", str(skipped))
@@ -77,6 +89,17 @@ def reporting_errors(
     except KeyboardInterrupt as stop:
         print_message("stopped", stopped)
         raise typer.Exit(130) from stop
+
+
+def _said(error: BaseException) -> str:
+    """Return what an error says, by the names of the options instead of those in Python."""
+    message = str(error) or type(error).__name__
+    if isinstance(error, MemoryError) or any(sign in message for sign in NO_MEMORY):
+        return f"there is too little memory; choose a smaller -k or --batch-size ({message})"
+    for name, option in OPTIONS.items():
+        if message.startswith(f"{name} is "):
+            return option + message.removeprefix(name)
+    return message
 
 
 @contextmanager

@@ -117,7 +117,7 @@ class Design(ABC):
     def rule(self) -> Rule | None:
         """Return how ``select`` selects, for a backend that does it by itself; None if it cannot.
 
-        A class answers for itself alone: it is not asked where a subclass of it is searched with.
+        The search asks only the class that defines ``rule``: a subclass may select in another way.
         """
         return None
 

@@ -68,7 +68,7 @@ class ConditionalPoissonDesign(DrawingDesign):
         return self.anneal == 1.0 and k <= MOST_DRAWN
 
     def rule(self) -> Rule | None:
-        """Return the rule of conditional Poisson sampling, without annealing."""
+        """Return the rule of conditional Poisson sampling, or None with annealing."""
         if self.anneal != 1.0:
             return None
         return Rule("conditional-poisson", odds=self.weights == "odds")

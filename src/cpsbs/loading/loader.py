@@ -212,8 +212,8 @@ def _check_quantize(quantize: str | None, place: torch.device, dtype: str | torc
         raise ValueError(f"quantize is {quantize!r}; allowed are None and 'int8'")
     if place.type != "cpu" or dtype != torch.float32:
         raise ValueError(
-            f"quantize is 'int8' with the device {place} and the dtype {dtype}; int8 weights need "
-            "the CPU and float32"
+            f"quantize is 'int8', but the device is {place} and the dtype {dtype}; int8 weights "
+            "need the CPU and float32"
         )
 
 

@@ -4,11 +4,12 @@ A model holds the prefixes itself, because only it knows what to keep of them (a
 starts with one row for each source. Each step names, for every new row, which of the previous rows
 it extends, and by which token. The model may forget rows that no new row extends.
 
-Every model must be a ``SequenceModel``. Five more protocols are optional: ``StoppingModel`` for
+Every model must be a ``SequenceModel``. Six more protocols are optional: ``StoppingModel`` for
 models that end a sequence for another reason than its last token, ``FixedRowModel`` for models that
-are faster when every source always has K rows, ``ForcedModel`` for models that tell the scores
-of whole sequences at once, ``CompiledModel`` for models whose steps a backend can take, and
-``ConcurrentModel`` for models that several threads may search.
+are faster when every source always has K rows, ``TypedRowModel`` for those that tell the dtype of
+their scores in advance, ``ForcedModel`` for models that tell the scores of whole sequences at once,
+``CompiledModel`` for models whose steps a backend can take, and ``ConcurrentModel`` for models that
+several threads may search.
 ``cpsbs.check_model`` checks whether a model of your own keeps these contracts;
 ``examples/own_model.py`` is a complete one.
 """
@@ -162,7 +163,7 @@ class FixedRowModel(SequenceModel, Protocol):
 
 @runtime_checkable
 class CompiledModel(SequenceModel, Protocol):
-    """A model whose steps compiled functions of a backend can take, after the first ``advance``."""
+    """A model whose steps a backend can take by compiled functions, after the first ``advance``."""
 
     def compiled_steps(self) -> CompiledDecoder | None:
         """Return what a backend needs to take steps by itself; None if it cannot."""
@@ -171,21 +172,21 @@ class CompiledModel(SequenceModel, Protocol):
 
 @runtime_checkable
 class TypedRowModel(FixedRowModel, Protocol):
-    """A model that says of what dtype the scores of ``step`` will be, before rows are fixed."""
+    """A model that tells the dtype of the scores of ``step`` before rows are fixed."""
 
     @property
     def step_dtype(self) -> torch.dtype:
-        """The dtype."""
+        """The dtype of the scores that ``step`` will return."""
         ...
 
 
 @runtime_checkable
 class ConcurrentModel(SequenceModel, Protocol):
-    """A model that may be searched in one thread while others like it are searched in others."""
+    """A model that may be searched while other threads search models that share its weights."""
 
     @property
     def concurrent(self) -> bool:
-        """Whether that is so for this one."""
+        """Whether this model may be searched like that."""
         ...
 
 
@@ -193,6 +194,16 @@ def eos_tokens(model: SequenceModel) -> tuple[int, ...]:
     """Return the tokens that end a sequence of this model, as a tuple."""
     eos = model.eos
     return (eos,) if isinstance(eos, int) else tuple(eos)
+
+
+def check_model_starts(model: object) -> None:
+    """Raise a ValueError that says what to pass instead, if an object is not a model to search."""
+    if hasattr(model, "start"):
+        return
+    instead = "wrap a transformers model as TransformersModel(model, **inputs)"
+    if hasattr(model, "sequence_model"):
+        instead = "call model.beams(texts), or pass model.sequence_model(texts)"
+    raise ValueError(f"model is a {type(model).__name__}, which has no start(); {instead}")
 
 
 def check_scores(scores: object, rows: int, model: SequenceModel, call: str) -> Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from cpsbs.backends import Backend, backend_for
 from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
-from cpsbs.models.base import FixedRowModel, SequenceModel
+from cpsbs.models.base import FixedRowModel, SequenceModel, check_model_starts
 from cpsbs.randomness import Generators, Streams, fresh_seed
 from cpsbs.search import recursion
 from cpsbs.search.beams import Beams
@@ -110,6 +110,11 @@ def search_models(
     """Draw sequences as the settings say; see ``search_each``."""
     if generator is None or isinstance(generator, torch.Generator):
         generator = fresh_seed(generator)
+    elif not isinstance(generator, int | Iterable):
+        raise ValueError(
+            f"generator is {generator!r}; it must be a seed (an int), a torch.Generator, or a list "
+            "with one generator for each source"
+        )
     return _beams(RequestQueue(_requests(models, settings, generator)), settings)
 
 
@@ -123,11 +128,7 @@ def _requests(
     given = None if isinstance(generator, int) else iter(generator)
     count = 0
     for model in models:
-        if not hasattr(model, "start"):
-            raise ValueError(
-                f"model is a {type(model).__name__}, which has no start(); wrap a transformers "
-                "model as TransformersModel(model, **inputs)"
-            )
+        check_model_starts(model)
         backend = backend_for(model.device)
         if given is None:
             assert seed is not None
@@ -151,7 +152,7 @@ def _streams(
         )
     if isinstance(given, Streams):
         streams = given
-    elif isinstance(given, Sequence):
+    elif isinstance(given, Sequence) and all(isinstance(x, torch.Generator) for x in given):
         streams = Streams(given, model.sources, model.device, backend)
     else:
         raise ValueError(

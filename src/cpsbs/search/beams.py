@@ -179,7 +179,7 @@ class Trail:
     def append_all(
         self, slot: Tensor, parents: Tensor, tokens: Tensor, trace: Tensor | None
     ) -> None:
-        """Add m steps [m, b, K], which nobody changes any more; see ``append``."""
+        """Add m steps [m, b, K], which must not be changed any more; see ``append``."""
         if len(slot) < len(self._itself):
             parents, tokens = (
                 empty.repeat(len(given), 1, 1).index_copy_(1, slot, given)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cpsbs.backends import backend_for
 from cpsbs.designs import DEFAULT_DESIGN, Design, design_named
-from cpsbs.models.base import SequenceModel
+from cpsbs.models.base import SequenceModel, check_model_starts
 from cpsbs.randomness import Generators, Streams, fresh_seed, round_seed
 from cpsbs.search.beams import Beams
 from cpsbs.search.rounds import Rounds
@@ -91,7 +91,7 @@ def more(
         keeps,
     )
     refuse_replacement(settings.design)
-    _check_model(model)
+    check_model_starts(model)
     if len(beams) != model.sources:
         raise ValueError(
             f"beams has {len(beams)} sources; it must have those of the model, {model.sources}"
@@ -153,7 +153,7 @@ def until(
     )
     refuse_replacement(settings.design)
     check_target(mass, most)
-    _check_model(model)
+    check_model_starts(model)
     seed, streams = round_streams(model, generator)
     return draw_until(model, settings, mass, most, seed, streams, progress)
 
@@ -257,14 +257,6 @@ def refuse_replacement(design: Design) -> None:
         raise ValueError(
             f"design is {design!r}, which may draw a sequence twice; it must be one without "
             f"replacement, such as {DEFAULT_DESIGN!r}"
-        )
-
-
-def _check_model(model: object) -> None:
-    if not hasattr(model, "start"):
-        raise ValueError(
-            f"model is a {type(model).__name__}, which has no start(); wrap a transformers "
-            "model as TransformersModel(model, **inputs)"
         )
 
 

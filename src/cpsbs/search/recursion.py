@@ -173,7 +173,7 @@ class Transition:
         return candidates, selection, result
 
     def several(self, model: SequenceModel) -> SeveralSteps | None:
-        """Return what takes several steps of a model at once, after the first one, if any can."""
+        """Return an object that takes several steps at once after the first one, or None."""
         length, _ = self._cut(self.settings.k, model.vocab_size)
         ends = _end_tokens(self.eos, torch.device(model.device))
         return SeveralSteps.of(model, self.settings, self.backend, length, ends)

@@ -1,8 +1,8 @@
-"""Steps that are rehearsed on made-up scores, so that kernels are compiled before they are needed.
+"""Rehearses steps on made-up scores, so that kernels are compiled before they are needed.
 
-What takes long in the first search of a process is that a backend compiles kernels, one after the
-other, when they are first called. Those of the first step, those of later steps and those of the
-model do not wait for each other if each are called in a thread of their own.
+The first search of a process takes long because a backend compiles kernels, one after another, when
+they are first called. Those of the first step, of later steps and of the model do not wait for each
+other if each group is called in a thread of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cpsbs.search.recursion import Transition
 
 
 def rehearse(transition: Transition, model: FixedRowModel) -> Callable[[], None]:
-    """Let the backend rehearse the steps of a search; return a function that waits for that.
+    """Let the backend rehearse the steps of a search; return a function that waits until it has.
 
     Args:
         transition: the steps.
@@ -43,7 +43,7 @@ def rehearse(transition: Transition, model: FixedRowModel) -> Callable[[], None]
 def _few(sources: int) -> int:
     """Return a small number of sources that makes the compiler choose the same kernels.
 
-    It makes use of sizes that are divisible by 16.
+    It specialises kernels to sizes that are divisible by 16.
     """
     return sources if sources < 16 else 16 + sources % 16
 

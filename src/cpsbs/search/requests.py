@@ -31,7 +31,7 @@ class Request:
     label: Mapping[str, Any]
     """How the beams are made; it becomes ``Beams.settings``."""
     found: list[Found] = field(default_factory=list)
-    """The sources that have ended."""
+    """What was found for the sources that have ended."""
     path: list[Step] = field(default_factory=list)
     _first_scores: Tensor | None = None
     _begun: Callable[[], Tensor] | None = None
@@ -69,7 +69,7 @@ class Request:
     def forget(self) -> None:
         """Forget what was found so far, to search the sources again from the beginning."""
         if self._begun is not None:
-            with suppress(Exception):  # it will be raised again, if it is no matter of memory
+            with suppress(Exception):  # unless it was about memory, it will be raised again
                 self._begun()
             self._begun = None
         self.found.clear()
@@ -96,7 +96,7 @@ class RequestQueue:
         self._next: Request | None = None
         """The request after the waiting one, if ``several`` has asked for it."""
         self._postponed = False
-        """Whether there was too little memory to start the waiting one beside those that run."""
+        """Whether there was too little memory to start the waiting one beside the running ones."""
         self._begun = deque[Request]()
         self._error: Exception | None = None
 
@@ -150,7 +150,7 @@ class RequestQueue:
         return max((request.model.sources for request in self._begun), default=0)
 
     def _failed(self, error: Exception) -> None:
-        """Note that the waiting request could not be started, or that none came after an error."""
+        """Record that the waiting request could not be started, or the next one not be made."""
         if isinstance(error, torch.OutOfMemoryError) and self._waiting is not None and self._begun:
             self._waiting.forget()
             self._postponed = True
@@ -166,7 +166,7 @@ class RequestQueue:
         return request
 
     def begin_again(self) -> None:
-        """Let requests that have begun, and those that wait, come again from the beginning."""
+        """Put requests that have begun, and those that wait, back to search them from the start."""
         waiting = [request for request in (self._waiting, self._next) if request is not None]
         again = [*self._begun, *waiting]
         for request in again:
@@ -187,7 +187,7 @@ class RequestQueue:
         return self._next is not None
 
     def take(self) -> Request | None:
-        """Return the next request, which no longer concerns the queue; None if there is none."""
+        """Remove the next request from the queue and return it; None if there is none."""
         request = self._ahead()
         if request is None and self._error is not None:
             raise self._error

@@ -1,10 +1,10 @@
-"""Several steps of the recursion at a time, where a backend can take them by itself.
+"""Takes several steps of the recursion at a time, where a backend can do so by itself.
 
 A step of few hypotheses is some hundred short operations, each of which takes longer to call than
-to compute. A backend may have all of a step compiled, for some designs and models. It then takes
-one step after the other until something happens that is the search's to do: a source ends, the
-model's memory is to be rearranged, or what a design meets is out of the ordinary. What it returns
-is what ``recursion.run`` would have found step by step.
+to compute. For some designs and models a backend has the whole step compiled. It then takes one
+step after another until something happens that is left to the search: a source ends, the KV cache
+must be compacted, or a design meets an unusual case. The result is what ``recursion.run`` would
+have found step by step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cpsbs.search.settings import SearchSettings
 
 
 def _is_changed(model: SequenceModel) -> bool:
-    """Return whether a model may do something else in a step than the class it inherits from."""
+    """Return whether a model may take steps in another way than the class it inherits from."""
     return "compiled_steps" not in vars(type(model)) or not {"advance", "stops"}.isdisjoint(
         getattr(model, "__dict__", ())
     )
@@ -44,7 +44,7 @@ class SeveralSteps:
         chunk_length: int,
         ends: Tensor,
     ) -> SeveralSteps | None:
-        """Return what takes steps of a model that has advanced once; None where that cannot be.
+        """Return an object that takes steps of a model that has advanced once; None if none can.
 
         Args:
             model: the model.

@@ -16,7 +16,7 @@ from cpsbs.search.requests import Request
 
 
 class Turns:
-    """The searches that have been handed out and are not done, by their generators."""
+    """The turns that are not over, by generator."""
 
     def __init__(self) -> None:
         self._latest: dict[int, Turn] = {}
@@ -45,10 +45,9 @@ class Turns:
 
 
 class Turn:
-    """A request that may be searched when the turns before it are over.
+    """A request that may be searched once the earlier turns of its generators are over.
 
-    These have been handed to threads before, so that one that waits never waits for one that has
-    not begun.
+    Earlier turns are handed to threads first, so that no turn waits for one that has not begun.
     """
 
     def __init__(self, turns: Turns, request: Request, names: set[int], earlier: set[Turn]) -> None:
@@ -58,7 +57,7 @@ class Turn:
     def __enter__(self) -> Request:
         for turn in self._earlier:
             turn._over.wait()
-        self._earlier.clear()  # or each would keep all before it
+        self._earlier.clear()  # otherwise each turn would keep all earlier ones alive
         return self._request
 
     def __exit__(

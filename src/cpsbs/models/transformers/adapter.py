@@ -107,7 +107,7 @@ class TransformersModel:
         self._in_training = any(module.training for module in modules_of(model))
         self._started = False
         self._may_be_direct = True
-        """Whether steps may run the layers directly; false where they are compared with these."""
+        """Whether steps may run the layers directly; false in copies to compare these with."""
         self._rewind()
         if not self._restarts:
             self._given = {}  # so that a cache that was given is not kept twice
@@ -138,7 +138,7 @@ class TransformersModel:
     def concurrent(self) -> bool:
         """Whether threads may search such models at the same time, which share their weights.
 
-        Large models need their memory and all cores for one batch, and code that is not of
+        Large models need the memory and all cores for one batch, and code from outside of
         transformers may keep a state.
         """
         foreign = bool(self._all_processors or self._all_criteria) or self._in_training
@@ -182,7 +182,24 @@ class TransformersModel:
         self._states = None
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """Return the scores [rows, V] after one more token."""
+        """Return the scores [rows, V] after one more token.
+
+        Raises:
+            ValueError: if the model has no position for it.
+        """
+        try:
+            return self._advance(parent, token)
+        except IndexError as error:
+            most = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+            if most is None:
+                raise
+            whole = "max_length" if self._is_encoder_decoder else "the prompt and max_length"
+            raise ValueError(
+                f"the model failed on one more token ({error}); its max_position_embeddings is "
+                f"{most}, which {whole} must not exceed"
+            ) from error
+
+    def _advance(self, parent: Tensor, token: Tensor) -> Tensor:
         at_start = self._direct is None and self._ids.shape[-1] == self.prompt.shape[-1]
         if at_start and self.device.type == "cpu":
             self._direct = self._begin_directly(parent)
@@ -319,7 +336,7 @@ class TransformersModel:
         Args:
             parent: [b, K] which of its source's rows, 0 … K − 1, each row extends. At first these
                 rows are all alike.
-            token: [b, K] the token by which it extends it.
+            token: [b, K] the token that each row appends.
         """
         fixed = self._fixed_steps("step")
         with self._evaluating():
@@ -388,7 +405,7 @@ class TransformersModel:
         return self._criteria(ids, self._source[parent])
 
     def _evaluating(self) -> AbstractContextManager[None]:
-        """Switch off dropout in training mode; submodules were asked once, because that is slow."""
+        """Switch off dropout in training mode, which was looked up once, because that is slow."""
         trains = self._in_training or self._model.training
         return evaluating(self._model) if trains else nullcontext()
 

@@ -1,4 +1,4 @@
-"""The KV caches of transformers: whether something is in them, and copies that are independent."""
+"""Tells whether KV caches of transformers are empty, and makes independent copies of them."""
 
 from __future__ import annotations
 

@@ -43,6 +43,9 @@ NEUTRAL: dict[str, Any] = {
 }
 """Settings that can change the distribution, each with the value that does not."""
 
+SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+"""Settings that transformers ignores without ``do_sample=True``."""
+
 
 def inherited(model: Any, config: Any) -> dict[str, Any]:
     """Return the checkpoint's settings in ``config`` that change the distribution."""
@@ -62,6 +65,7 @@ def prepare(model: Any, processors: list[Any], **inputs: Any) -> dict[str, Any]:
     those that cannot be reset are refused. An encoder may be run later (``states_later``).
     """
     refuse_empty(inputs.get("input_ids"))
+    _refuse_without_effect(inputs)
     own = inherited(model, model.generation_config)
     stubborn = [name for name in own if NEUTRAL[name] is None and name not in inputs]
     if stubborn:
@@ -142,6 +146,22 @@ def _states(model: Any, inputs: dict[str, Any]) -> Tensor:
     with evaluating(model), torch.no_grad():
         found: Tensor = model.get_encoder()(input_ids=tokens, attention_mask=mask).last_hidden_state
     return found
+
+
+def _refuse_without_effect(inputs: dict[str, Any]) -> None:
+    """Refuse settings that the search replaces, or that transformers would ignore."""
+    for name in ("num_beams", "num_return_sequences"):
+        if inputs.get(name) is not None:
+            raise ValueError(f"{name} is {inputs[name]!r}; leave it out: the search takes k")
+    if inputs.get("do_sample") or inputs.get("generation_config") is not None:
+        return
+    for name in SAMPLING:
+        value = inputs.get(name)
+        if value is not None and value != NEUTRAL[name]:
+            raise ValueError(
+                f"{name} is {value!r}, which transformers ignores without do_sample=True; give the "
+                "search temperature or nucleus instead, or pass do_sample=True as well"
+            )
 
 
 def refuse_empty(input_ids: Tensor | None) -> None:

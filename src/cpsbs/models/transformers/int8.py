@@ -1,4 +1,4 @@
-"""Linear layers with int8 weights, by the kernels for CPUs that torch brings.
+"""Defines linear layers with int8 weights, for CPUs.
 
 Each output of a weight has a scale of its own, W ≈ s q with integers |q| ≤ 127. The inputs of a
 product are rounded to eight bits when they arrive, each row with a scale of its own, so that what a
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cpsbs.backends.cpu.compiled import finished_rows, library, rounded_rows
 from cpsbs.backends.cpu.products import PackedProduct, in_one_thread
+from cpsbs.models.transformers.modules import modules_of
 
 LARGEST = 127
 """The largest integer that an input is rounded to, and a weight where the processor has VNNI."""
@@ -181,7 +182,7 @@ def quantize(model: nn.Module) -> None:
 
 def is_quantized(model: nn.Module) -> bool:
     """Return whether some layers of a model have int8 weights."""
-    return any(isinstance(module, Int8Linear) for module in model.modules())
+    return any(isinstance(module, Int8Linear) for module in modules_of(model))
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""The modules of a model without their names, which torch takes many times as long to make up."""
+"""Lists the modules of a model without their names, which take many times as long to build."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What transformers prepares for the usual inputs of an encoder–decoder, noted once for each model.
+"""Caches what transformers prepares for the usual inputs of an encoder–decoder model.
 
 Its preparation copies and validates whole configurations, which takes as long as a dozen steps of a
 small search. With nothing but tokens and their mask, and without processors or stopping criteria,
-only tensors differ from one batch to the next. So the rest is noted, and used as long as the
-model's configurations are what they were.
+only tensors differ from one batch to the next. So the rest is kept, and reused as long as the
+model's configurations do not change.
 """
 
 from __future__ import annotations

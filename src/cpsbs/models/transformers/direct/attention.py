@@ -13,9 +13,9 @@ from cpsbs.models.transformers.direct.slots import Table
 
 @dataclass(frozen=True)
 class Distances:
-    """What is added to attention scores by how far keys are from queries.
+    """Biases of attention scores that depend on the distance from query to key, as in T5.
 
-    Only compiled attention does so.
+    Only compiled attention supports them.
     """
 
     bias: Tensor
@@ -24,7 +24,7 @@ class Distances:
 
     @property
     def reach(self) -> int:
-        """The distance from which on all are alike."""
+        """The distance from which on all keys have the same bias."""
         return self.bias.shape[1] // 2
 
 
@@ -122,7 +122,7 @@ def _attend_by_torch(
     table: Table,
     heads: Heads,
 ) -> Tensor:
-    """Return the same by masked products, of all rows of a source with all of its slots."""
+    """Return what ``attend`` does, by masked products of all rows and all slots of a source."""
     counts = torch.bincount(table.source)
     sources, k, group = len(counts), int(counts.max()), heads.queries // heads.keys
     source = table.source.long()

@@ -1,4 +1,4 @@
-"""A decoder and its KV cache for compiled functions that take whole steps of a search."""
+"""Hands a decoder and its KV cache to compiled functions that take whole steps of a search."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ because everything else is in the same call."""
 
 
 NO_END = 2**62
-"""The number of positions of a model that has one for every token."""
+"""The number of positions of a model that has no limit."""
 
 
 class _Decoder(Fields):
@@ -109,7 +109,7 @@ class CompiledSteps:
         )
 
     def suits(self, rows: int) -> bool:
-        """Return whether one thread is the best for steps of so many rows."""
+        """Return whether a single thread is best for steps of so many rows."""
         return self._layers.suits(rows) and in_one_thread(rows * self._head // HEAD_SHARE)
 
     def begin(self, rows: int, steps: int) -> tuple[int, int, int]:

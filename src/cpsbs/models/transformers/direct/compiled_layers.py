@@ -1,4 +1,4 @@
-"""All layers of a step in one compiled call, where every part of them is compiled."""
+"""Runs all layers of a step in one compiled call, where every part of them is compiled."""
 
 from __future__ import annotations
 
@@ -81,14 +81,14 @@ class CompiledLayers:
         self.size = size
         """The size of a row."""
         self.wide = max(x.outputs for x in products)
-        """The largest size of a row that a product makes."""
+        """The most outputs of a product."""
         self._row = 2 * size + self.wide + heads.queries * heads.dim
         self._inputs = max(x.inputs for x in products)
         self._largest = max(x.inputs * x.outputs for x in products)
         self.multiplications = sum(x.inputs * x.outputs for x in products)
-        """How many of them the products for one row take."""
+        """The number of multiplications that all products take for one row."""
         self.multiplications_per_key = 2 * len(layers) * heads.queries * heads.dim
-        """How many the attention of one row to a key takes."""
+        """The number of multiplications that attention takes for one row and one key."""
 
     @staticmethod
     def of(
@@ -111,7 +111,7 @@ class CompiledLayers:
 
     @property
     def address(self) -> int:
-        """Where compiled functions find the layers."""
+        """The address at which compiled functions find the layers."""
         return ctypes.addressof(self._stack)
 
     def scratch(self, rows: int, longest: int) -> Tensor:
@@ -121,7 +121,7 @@ class CompiledLayers:
         return scratch_buffer(size, torch.device("cpu"))
 
     def distances(self) -> dict[str, Any]:
-        """Return what attention scores gain by distances, by the names of the fields."""
+        """Return the biases of attention scores by distance, by the names of the fields."""
         distances = self.places.distances
         return {} if distances is None else {"bias": distances.bias, "reach": distances.reach}
 

@@ -1,4 +1,4 @@
-"""One decoding step of a Transformer decoder, in as few calls as it takes.
+"""Takes a step of a Transformer decoder in as few calls as possible.
 
 A ``Decoder`` holds the prepared parts of a model: ``families`` takes them from the modules of
 transformers by their names. A step maps the latest tokens of the rows to the scores of the next

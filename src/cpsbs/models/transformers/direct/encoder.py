@@ -40,8 +40,8 @@ class Encoder:
     def suits(self, mask: Tensor) -> bool:
         """Return whether the states of sources with this mask [S, T] can be computed.
 
-        Rows know only which tokens of their sources they are. If distances count, that must tell
-        them, too: there must be no padding between tokens.
+        A row knows only its number among the tokens of its source. Where attention depends on
+        distances, they come from these numbers, so that there must be no padding between tokens.
         """
         if self.places.distances is None:
             return True

@@ -28,7 +28,7 @@ KNOWN_INPUTS = frozenset({"input_ids", "attention_mask"})
 def encodes(model: Any, inputs: Mapping[str, Any]) -> bool:
     """Return whether an encoder depends on nothing but the tokens and the mask among the inputs.
 
-    Then it may be run by itself, apart from ``generate``. Nothing is read from the device.
+    Then it may be run by itself, apart from ``generate``. It never synchronises with the device.
     """
     given = {name for name, value in inputs.items() if value is not None}
     tokens, mask = inputs.get("input_ids"), inputs.get("attention_mask")
@@ -59,7 +59,7 @@ def encoded(model: Any, tokens: Tensor, mask: Tensor) -> Tensor | None:
         if encoder is None or not encoder.suits(mask):
             return None
         if one_thread() not in known.encoder_verified:
-            # An error of the model's own is one of the inputs, and no reason to give this up.
+            # If the model itself fails, the inputs are at fault, and not the direct encoder.
             own = model.get_encoder()(input_ids=tokens, attention_mask=mask.long())
             try:
                 _compare(model, encoder, own.last_hidden_state, tokens, mask)
@@ -77,7 +77,7 @@ def _is_setting(model: Any, name: str) -> bool:
 
 
 def _compare(model: Any, encoder: Encoder, own: Tensor, tokens: Tensor, mask: Tensor) -> None:
-    """Raise if the states of some sources are other ones than the model's own [S, T, d]."""
+    """Raise if the states of some sources differ from the model's own [S, T, d]."""
     wanted = own[mask]
     gap = (encoder.states(tokens, mask)[mask] - wanted).norm(dim=-1)
     tolerance = INT8_TOLERANCE if is_quantized(model) else TOLERANCE

@@ -1,4 +1,4 @@
-"""Where the parts of a decoder are in the models of transformers: a table of names.
+"""Finds the parts of encoders and decoders in models of transformers, by a table of names.
 
 A family names the modules of one architecture. What transformers does with them is written in
 ``decoder``; ``steps`` compares the result with the model's own forward pass before it is used.
@@ -57,7 +57,7 @@ def decoder_of(model: Any) -> Decoder:
     kind = type(model)
     family = FAMILIES.get(kind.__name__)
     if family is None or not kind.__module__.startswith("transformers."):
-        raise UnknownArchitectureError("its architecture is not in the table")
+        raise UnknownArchitectureError("its architecture is none of those that are run directly")
     _refuse_changed(model)
     return family(model)
 
@@ -115,7 +115,7 @@ def _layer_norm(module: nn.LayerNorm) -> Norm:
 
 
 def _bart(model: Any) -> Decoder:
-    """Marian and BART: post-norm, and learnt or sinusoidal positions."""
+    """Return the parts of Marian or BART: post-norm, and learnt or sinusoidal positions."""
     decoder, copy = model.model.decoder, _copies(model)
     layers = []
     for layer, plain in zip(decoder.layers, _bart_layers(decoder, model), strict=True):
@@ -184,7 +184,7 @@ def _bart_embed(stack: Any) -> Embed:
 
 
 def _gpt2(model: Any) -> Decoder:
-    """GPT-2: pre-norm, learnt positions, and weights that are stored transposed."""
+    """Return the parts of GPT-2: pre-norm, learnt positions, weights that are stored transposed."""
     decoder, config, copy = model.transformer, model.config, _copies(model)
     if config.add_cross_attention or config.scale_attn_by_inverse_layer_idx:
         raise UnknownArchitectureError("it has cross-attention, or scales attention by layers")
@@ -220,7 +220,7 @@ def _gpt2(model: Any) -> Decoder:
 
 
 def _llama(model: Any) -> Decoder:
-    """Llama and others: RMS norm first, rotary positions, a gate, and keys that queries share."""
+    """Return the parts of Llama and others: RMS norm, rotary embeddings, a gate, shared keys."""
     decoder, config, copy = model.model, model.config, _copies(model)
     activation = _activation(config.hidden_act)
     kinds = getattr(config, "layer_types", None)
@@ -258,7 +258,7 @@ def _llama(model: Any) -> Decoder:
 
 
 def _t5(model: Any) -> Decoder:
-    """T5: RMS norm first, and scores of attention that depend on distances."""
+    """Return the parts of T5: RMS norm first, and attention scores that depend on distances."""
     config, copy = model.config, _copies(model)
     layers = []
     for block, plain in zip(model.decoder.block, _t5_layers(model.decoder, copy), strict=True):
@@ -327,7 +327,8 @@ def _t5_heads(stack: Any) -> Heads:
     number, dim = attention.n_heads, attention.key_value_proj_dim
     if not attends(dim):
         raise UnknownArchitectureError(
-            "its attention depends on distances, and there is no compiled attention for it"
+            "its attention depends on distances, and there is no compiled attention for heads of "
+            f"size {dim}"
         )
     return Heads(number, number, dim, attention.scaling)
 
@@ -336,7 +337,7 @@ def _t5_places(stack: Any) -> Places:
     """Return what the first layer of a stack adds to the scores of all layers."""
     attention = stack.block[0].layer[0].SelfAttention
     if any(block.layer[0].SelfAttention.has_relative_attention_bias for block in stack.block[1:]):
-        raise UnknownArchitectureError("every layer has another bias of distances")
+        raise UnknownArchitectureError("its layers have different biases of distances")
     reach = attention.relative_attention_max_distance
     bucket = attention._relative_position_bucket(
         torch.arange(-reach, reach + 1, device="cpu"),

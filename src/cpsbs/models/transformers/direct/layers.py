@@ -1,4 +1,4 @@
-"""The layers of a Transformer, in as few calls as it takes: what encoders and decoders share.
+"""Runs the layers that Transformer encoders and decoders share, in as few calls as possible.
 
 A ``Layer`` holds the prepared parts of a layer: ``families`` takes them from the modules of
 transformers by their names.
@@ -40,9 +40,9 @@ class NormFields(ctypes.Structure):
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Rows less their means, over their standard deviations, with a weight and a bias.
+    """A norm: rows minus their means, over their standard deviations, with a weight and a bias.
 
-    Without centring, rows over their root mean squares.
+    Without centring it is an RMS norm.
     """
 
     weight: Tensor
@@ -136,7 +136,7 @@ class Cross:
     norm: Norm
     query: Product
     key_value: Product
-    """Of the encoder's states."""
+    """The keys and values of the encoder's states."""
     out: Product
 
 
@@ -178,7 +178,7 @@ class Places:
 
 
 EMBEDDED = Places()
-"""They do not: positions are in the embeddings."""
+"""The layers do not tell positions apart, because these are in the embeddings."""
 
 
 def block(norm_first: bool, norm: Norm, x: Tensor, run: FeedForward) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is known of the models that were asked to be run directly, and whether it is still true."""
+"""Keeps the parts of models that are run directly, and tells whether they are up to date."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cpsbs.models.transformers.modules import modules_of
 log = logging.getLogger("cpsbs")
 
 SAMPLES = 8
-"""How many numbers of every weight tell whether it has changed."""
+"""How many numbers of every weight are compared to tell whether it has changed."""
 
 
 class UnusualInputsError(Exception):
@@ -38,24 +38,23 @@ class Prepared:
     decoder: Decoder | None = None
     encoder: Encoder | None = None
     verified: set[bool] = field(default_factory=set)
-    """For which ways to compute the decoder was compared with the model's own; see ``one_thread``.
-    """
+    """The values of ``one_thread`` for which the decoder was compared with the model's own."""
     prefill_verified: set[bool] = field(default_factory=set)
     """The same for the first step after an encoder and those that follow it."""
     encoder_verified: set[bool] = field(default_factory=set)
     """The same for the encoder."""
     reason: Exception | None = None
-    """Why there are none."""
+    """Why there are no prepared parts."""
     logged: bool = False
 
 
 def one_thread() -> bool:
-    """Return whether this thread computes alone, so that all it can is done by compiled loops."""
+    """Return whether torch uses a single thread here, so that compiled loops do all they can."""
     return torch.get_num_threads() == 1
 
 
 PREPARED: weakref.WeakKeyDictionary[Any, Prepared] = weakref.WeakKeyDictionary()
-"""The models that were asked to be run directly."""
+"""What is known of every model that was to be run directly."""
 
 PREPARING = threading.Lock()
 """Held while a model is prepared: threads that search it at once must all take the same steps."""
@@ -89,8 +88,8 @@ class WeightState:
     """Tells whether the weights of a model are still the same, and what its modules compute.
 
     Most ways to change a weight show in its version or its address. Those that do not, such as
-    ``weight.data += …``, show in a sample of its numbers. Modules, hooks and whatever stands in for
-    a ``forward`` are not held here, because they may refer to the model, which would never end.
+    ``weight.data += …``, show in a sample of its numbers. Modules, hooks and whatever replaces a
+    ``forward`` are not held here, because they may refer to the model, which would never be freed.
     """
 
     def __init__(self, model: Any) -> None:
@@ -107,7 +106,7 @@ class WeightState:
         self._sample = self._numbers()
 
     def holds(self) -> bool:
-        """Return whether the weights of the model are what they were."""
+        """Return whether the weights and modules of the model are unchanged."""
         found = self._found()
         if found is None:
             return False

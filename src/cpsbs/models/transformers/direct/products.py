@@ -1,4 +1,4 @@
-"""Products with weight matrices, prepared once for many steps on a CPU.
+"""Computes products with weight matrices that are prepared once for many steps on a CPU.
 
 A step multiplies a few rows with every weight of the model. Compiled loops do that with packed
 weights, and add the bias, the residual or the activation while they write the result. Where there

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by angles that grow with their positions."""
+"""Computes rotary embeddings: queries and keys are rotated by angles that grow with position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FIRST = 256
 
 
 class Rotation:
-    """Turns heads by their positions, with the angles of a model.
+    """Rotates heads by their positions, with the angles of a model.
 
     Args:
         module: maps a tensor of the right dtype and positions [1, n] to cosines and sines

@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 from cpsbs.backends.cpu.compiled import attends
 
 LEAST_STEPS, LEAST_SLOTS = 16, 160
-"""Slots that no row needs are dropped when the memory is full, which has room for as many steps and
-as many slots of every source."""
+"""The memory has room for at least so many steps, and for so many slots of every source. When it is
+full, slots that no row needs are dropped."""
 
 FEWER_SOURCES = 0.5
 """The share of sources left at which those that have ended are dropped."""
@@ -36,7 +36,7 @@ class Table:
     """
 
     def __init__(self, slot: Tensor, entry: Tensor, length: Tensor, source: Tensor) -> None:
-        assert slot.stride(-1) == 1  # compiled attention knows only the distance of the rows
+        assert slot.stride(-1) == 1  # compiled attention takes only the stride of the rows
         self.slot, self.entry, self.length, self.source = slot, entry, length, source
 
     def bias(self, slots: int) -> Tensor:
@@ -49,7 +49,7 @@ class Table:
 
 
 def visible_slots(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Return [S, T] the places of the true elements of a mask [S, T], first, and their numbers."""
+    """Return [S, T] the places of a mask's true elements [S, T] first, and their counts [S]."""
     order = (~mask).contiguous().to(torch.uint8).argsort(dim=-1, stable=True)
     return order.to(torch.int32).contiguous(), mask.sum(-1, dtype=torch.int32)
 
