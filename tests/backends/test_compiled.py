@@ -90,6 +90,16 @@ def test_the_largest_candidates(k: int, parents: int, temperature: float) -> Non
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
+def test_offsets_that_compiled_functions_cannot_read_are_left_to_torch() -> None:
+    """They may come from a design of the user's."""
+    (chunks, _), _ = offered(5, 5, 1.0)
+    offset = torch.full((12, 5), -5.0)[:6]
+    assert COMPILED.find_largest(chunks, offset, 5) is None
+    assert COMPILED.find_largest(chunks, offset.double()[:, :1], 5) is None
+    value, expected = (chunks.largest(x, 5)[0] for x in (offset, offset.double()))
+    torch.testing.assert_close(value, expected)
+
+
 @pytest.mark.parametrize(("k", "parents"), [(1, 5), (5, 5), (20, 20)])
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 @pytest.mark.parametrize("odds", [True, False])
