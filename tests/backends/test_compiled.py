@@ -90,6 +90,16 @@ def test_the_largest_candidates(k: int, parents: int, temperature: float) -> Non
         torch.testing.assert_close(x, y, rtol=0, atol=1e-13)
 
 
+def test_offsets_that_compiled_functions_cannot_read_are_left_to_torch() -> None:
+    """They may come from a design of the user's."""
+    (chunks, _), _ = offered(5, 5, 1.0)
+    offset = torch.full((12, 5), -5.0)[:6]
+    assert COMPILED.find_largest(chunks, offset, 5) is None
+    assert COMPILED.find_largest(chunks, offset.double()[:, :1], 5) is None
+    value, expected = (chunks.largest(x, 5)[0] for x in (offset, offset.double()))
+    torch.testing.assert_close(value, expected)
+
+
 @pytest.mark.parametrize(("k", "parents"), [(1, 5), (5, 5), (20, 20)])
 @pytest.mark.parametrize("temperature", [1.0, 0.4])
 @pytest.mark.parametrize("odds", [True, False])
@@ -254,6 +264,23 @@ def test_hypotheses_are_extended_as_by_torch(known: bool) -> None:
     assert (found.beam.log_inclusion is None) == (not known)
     for x, y in zip(found.beam.tensors(), expected.beam.tensors(), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=1e-12)
+
+
+def test_an_inclusion_probability_that_is_no_number_breaks_the_step() -> None:
+    """If the place is not empty."""
+    tables, log_prob = offered(5, 5, 1.0)
+    streams, ended = Streams.split(0, 6, "cpu"), tables[0].row == len(tables[0].rows)
+    roots = Hypotheses.roots(SearchSettings(5, TopK(), 9), streams, torch.arange(6))
+    past = torch.zeros((6, 5), dtype=torch.float64)
+    beam = replace(roots, length=past.long(), finished=ended, log_inclusion=past)
+    present, own = torch.ones((6, 5), dtype=torch.bool), past.clone()
+    own[3, 1] = math.nan
+    for broken in (True, False):
+        present[3, 1] = broken
+        for chunks in tables:
+            selection = Selection(torch.zeros((6, 5), dtype=torch.int64), present, own)
+            result = extended(beam, Candidates(log_prob, chunks, ended), selection, (), 0)
+            assert bool(result.broken) == broken
 
 
 def test_some_hypotheses_of_several_are_normalized_as_by_torch() -> None:

@@ -428,6 +428,21 @@ def test_a_search_at_the_last_position_says_nothing_of_others() -> None:
     assert steps_of(model)[0]._direct is not None
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_positions_that_are_given_count(name: str) -> None:
+    """Whether or not the model has been compared before, and for that search alone."""
+    model = wide(name)
+    given = {**prompts(model), "position_ids": 3 * torch.arange(4).expand(3, 4)}
+    ordinary = TransformersModel(model, **given)
+    ordinary._may_be_direct = False
+    expected = search(ordinary, 3, "top-k", max_length=6)
+    for _ in range(2):
+        found = search(TransformersModel(model, **given), 3, "top-k", max_length=6)
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(found.log_prob, expected.log_prob)
+        assert steps_of(model)[0]._direct is not None
+
+
 def test_a_model_in_training_or_with_gradients_takes_ordinary_steps() -> None:
     model = wide("marian")
     wrapped = TransformersModel(model, **prompts(model))

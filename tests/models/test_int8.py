@@ -114,6 +114,16 @@ def test_inputs_of_other_dtypes_are_converted(dtype: torch.dtype) -> None:
     torch.testing.assert_close(found.float(), weight.product(x, None), rtol=0.02, atol=0.1)
 
 
+@pytest.mark.parametrize("inputs", [64, 62])
+def test_biases_of_other_dtypes_are_converted(inputs: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    x, w, b = (
+        torch.randn(s, generator=random).bfloat16() for s in ((200, inputs), (48, inputs), (48,))
+    )
+    found, expected = Int8Linear(w, b)(x), Int8Linear(w.float(), b.float())(x.float())
+    torch.testing.assert_close(found.float(), expected, rtol=0.02, atol=0.1)
+
+
 def test_what_is_no_number_stays_so() -> None:
     x = torch.randn((4, 48), generator=torch.Generator().manual_seed(0))
     weight = Int8Weight.of(torch.randn((20, 48), generator=torch.Generator().manual_seed(1)))

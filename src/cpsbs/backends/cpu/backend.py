@@ -58,7 +58,9 @@ class CompiledBackend(Backend):
         from cpsbs.scores.reading import Largest
 
         compiled = library()
-        scores = None if compiled is None else scores_of(chunks, offset)
+        # The offset may come from a design of the user's.
+        fits = offset.dtype == torch.float64 and offset.shape == chunks.shape[:2]
+        scores = scores_of(chunks, offset) if compiled is not None and fits else None
         if compiled is None or scores is None or m > MOST_SORTED:
             return None
         shape = (chunks.shape[0], m)

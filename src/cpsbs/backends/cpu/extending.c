@@ -18,6 +18,8 @@ void extend(const scores *s, const extension *e) {
         e->is_present[i] = present;
         e->ended[i] = present && (finished || ends);
         e->log_prob[i] = present ? score_of(s, source, item) + s->offset[place] : -INFINITY;
-        if (e->inclusion) e->inclusion[i] = e->log_inclusion[place] + e->own_inclusion[i];
+        if (!e->inclusion) continue;
+        e->inclusion[i] = e->log_inclusion[place] + e->own_inclusion[i];
+        *e->broken |= present && isnan(e->inclusion[i]);
     }
 }

@@ -16,7 +16,7 @@ typedef struct {
     const double *total; /* [sources, parents] */
     const int64_t *ends; /* [number] tokens that end a hypothesis */
     int64_t k, number, pad;
-    /* The results [sources, k], and whether some total is not finite. */
+    /* The results [sources, k], and whether some total is not finite or some inclusion is no number. */
     int64_t *token, *longer, *parent;
     double *log_prob, *inclusion;
     uint8_t *ended, *is_present, *broken;

@@ -95,7 +95,7 @@ void run_layers(const stack *s, float *x, int64_t count, const table *own, const
             add_block(s, &l->cross, l->cross_out, m.attended, count, x, &m);
         }
         multiply(l->up, input_of(s, &l->feed, x, count, &m), count, 0, m.wide, m.rounded);
-        if (l->gate >= 0) gate_rows(m.wide, count, l->down->in, l->gate, m.wide);
+        if (l->gate >= 0) gate_rows(m.wide, count, l->down->inputs, l->gate, m.wide);
         add_block(s, &l->feed, l->down, m.wide, count, x, &m);
     }
 }

@@ -39,8 +39,8 @@ static inline vec activated(vec x, int64_t activation) {
 /* Write a panel of a row: what was summed, + bias, activated, + residual. */
 static inline void finish(const product *p, const vec *sum, int64_t panel, const float *residual, float *out) {
     int64_t first = panel * PANEL;
-    for (int part = 0; part < PARTS && first + part * LANES < p->out; part++) {
-        int64_t at = first + part * LANES, left = p->out - at;
+    for (int part = 0; part < PARTS && first + part * LANES < p->outputs; part++) {
+        int64_t at = first + part * LANES, left = p->outputs - at;
         vec x = sum[part];
         if (p->bias) x = x + some(p->bias + at, left, 0);
         if (p->activation) x = activated(x, p->activation);
@@ -53,41 +53,41 @@ static inline void finish(const product *p, const vec *sum, int64_t panel, const
 
 static inline __attribute__((always_inline)) void multiply_rows(
     const product *p, const float *x, int64_t panel, const float *residual, float *out, const int rows) {
-    const vec *weight = (const vec *)p->weight + panel * p->in * PARTS;
+    const vec *weight = (const vec *)p->weight + panel * p->inputs * PARTS;
     vec sum[ROWS][PARTS];
 UNROLLED
     for (int r = 0; r < rows; r++)
 UNROLLED
         for (int part = 0; part < PARTS; part++) sum[r][part] = filled(0);
-    for (int64_t i = 0; i < p->in; i++, weight += PARTS)
+    for (int64_t i = 0; i < p->inputs; i++, weight += PARTS)
 UNROLLED
         for (int r = 0; r < rows; r++)
 UNROLLED
-            for (int part = 0; part < PARTS; part++) sum[r][part] += x[r * p->in + i] * weight[part];
+            for (int part = 0; part < PARTS; part++) sum[r][part] += x[r * p->inputs + i] * weight[part];
 UNROLLED
     for (int r = 0; r < rows; r++)
-        finish(p, sum[r], panel, residual ? residual + r * p->out : 0, out + r * p->out);
+        finish(p, sum[r], panel, residual ? residual + r * p->outputs : 0, out + r * p->outputs);
 }
 
 #ifdef HAS_VNNI
 static inline __attribute__((always_inline)) void multiply_bytes(
     const product *p, const uint8_t *x, const float *scale, int64_t panel, const float *residual, float *out,
     const int rows) {
-    const __m512i *weight = (const __m512i *)p->weight + panel * (p->in / 4) * PARTS;
+    const __m512i *weight = (const __m512i *)p->weight + panel * (p->inputs / 4) * PARTS;
     const int32_t *less = p->correction + panel * PANEL;
     __m512i sum[ROWS][PARTS];
 UNROLLED
     for (int r = 0; r < rows; r++)
 UNROLLED
         for (int part = 0; part < PARTS; part++) sum[r][part] = _mm512_loadu_si512(less + part * LANES);
-    for (int64_t i = 0; i < p->in; i += 4, weight += PARTS) {
+    for (int64_t i = 0; i < p->inputs; i += 4, weight += PARTS) {
         __m512i w[PARTS];
 UNROLLED
         for (int part = 0; part < PARTS; part++) w[part] = _mm512_loadu_si512(weight + part);
 UNROLLED
         for (int r = 0; r < rows; r++) {
             int32_t four;
-            memcpy(&four, x + r * p->in + i, sizeof four);
+            memcpy(&four, x + r * p->inputs + i, sizeof four);
             __m512i same = _mm512_set1_epi32(four);
 UNROLLED
             for (int part = 0; part < PARTS; part++)
@@ -104,7 +104,7 @@ UNROLLED
             vec number = (vec)_mm512_cvtepi32_ps(sum[r][part]);
             total[part] = number * *(const vec *)(p->scale + at) * scale[r];
         }
-        finish(p, total, panel, residual ? residual + r * p->out : 0, out + r * p->out);
+        finish(p, total, panel, residual ? residual + r * p->outputs : 0, out + r * p->outputs);
     }
 }
 #endif
@@ -153,22 +153,22 @@ int64_t multiplies_bytes(void) {
    bytes. */
 void multiply(const product *p, const float *x, int64_t count, const float *residual, float *out,
               void *scratch) {
-    int64_t panels = (p->out + PANEL - 1) / PANEL;
+    int64_t panels = (p->outputs + PANEL - 1) / PANEL;
     float *scale = scratch;
     uint8_t *bytes = (uint8_t *)(scale + count);
-    if (p->scale) round_rows(x, count, p->in, bytes, scale);
+    if (p->scale) round_rows(x, count, p->inputs, bytes, scale);
     /* A block of rows stays in the cache for all panels, and a panel for all rows of the block. */
     for (int64_t panel = 0; panel < panels; panel++)
         for (int64_t r = 0; r < count; r += ROWS) {
             int64_t here = count - r < ROWS ? count - r : ROWS;
-            const float *more = residual ? residual + r * p->out : 0;
-            float *into = out + r * p->out;
+            const float *more = residual ? residual + r * p->outputs : 0;
+            float *into = out + r * p->outputs;
 #ifdef HAS_VNNI
             if (p->scale) {
-                EACH(multiply_bytes, p, bytes + r * p->in, scale + r, panel, more, into)
+                EACH(multiply_bytes, p, bytes + r * p->inputs, scale + r, panel, more, into)
                 continue;
             }
 #endif
-            EACH(multiply_rows, p, x + r * p->in, panel, more, into)
+            EACH(multiply_rows, p, x + r * p->inputs, panel, more, into)
         }
 }

@@ -7,11 +7,11 @@
 #define PANEL 64
 
 typedef struct {
-    const void *weight;        /* [panels, in, 64] float, or [panels, in / 4, 64, 4] int8 */
+    const void *weight;        /* [panels, inputs, 64] float, or [panels, inputs / 4, 64, 4] int8 */
     const float *scale;        /* [panels * 64] of the weights; null for float */
     const int32_t *correction; /* [panels * 64] -128 * the sum of the weights of an output */
-    const float *bias;         /* [out] or null */
-    int64_t in, out, activation;
+    const float *bias;         /* [outputs] or null */
+    int64_t inputs, outputs, activation;
 } product;
 
 void multiply(const product *p, const float *x, int64_t count, const float *residual, float *out,

@@ -147,7 +147,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.shape
         self.quantized = Int8Weight.of(weight)
-        self.bias = None if bias is None else bias.detach()
+        self.bias = None if bias is None else bias.detach().float()
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x Wᵀ + b."""

@@ -174,6 +174,9 @@ class DirectSteps:
             encoded = Encoded(_keys_and_values(cache.cross_attention_cache), mask)
         elif mask is not None:
             visible = mask[:, :length].bool()  # transformers has added the next token to it
+        position = inputs.get("position_ids")  # to which the next one has been added, too
+        if position is not None and bool((position[..., -1] != visible.sum(-1)).any()):
+            raise UnusualInputsError("the positions of its tokens are not those of its mask")
         return DirectSteps(decoder, Slots(prompt, visible), encoded)
 
     @staticmethod
