@@ -128,6 +128,24 @@ def test_sources_that_go_on_alone(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_positions_that_are_given_count(name: str, device: str) -> None:
+    """Also once the model has been compared, with the positions that its mask tells."""
+    model = build(name, device)
+    pair = Pair(model)
+    assert pair.fix(9)
+    pair.agree(2)
+    length = pair.inputs["input_ids"].shape[1]
+    every = 7 + torch.arange(length, device=model.device)
+    pair.inputs["position_ids"] = every.expand(pair.sources, -1)
+    pair.ordinary, pair.fixed = (TransformersModel(model, **pair.inputs) for _ in range(2))
+    pair.ordinary.start(), pair.fixed.start()
+    pair.row = torch.arange(pair.sources)[:, None].expand(-1, K)
+    assert pair.fix(9)
+    pair.agree(4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_left_over_rows_are_not_returned(device: str) -> None:
     model = build("llama", device)
     pair = Pair(model)

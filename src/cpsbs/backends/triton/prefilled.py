@@ -40,6 +40,8 @@ class PrefilledState:
     """[b, source length] which tokens of the source are attended to"""
     hidden: int
     """The dimension of the encoder's states; 0 without an encoder."""
+    position: Tensor
+    """[b] the position of the next token"""
 
     @classmethod
     def of(cls, model: Any, inputs: Mapping[str, Any]) -> PrefilledState:
@@ -64,7 +66,8 @@ class PrefilledState:
         mask = _mask(inputs.get("decoder_attention_mask" if both else "attention_mask"), states[0])
         cross_mask = _mask(inputs.get("attention_mask"), cross[0]) if both else mask[:, :0]
         hidden = inputs["encoder_outputs"][0].shape[-1] if both else 0
-        return cls(states, mask, cross, cross_mask, hidden)
+        position = _position(inputs.get("position_ids"), mask)
+        return cls(states, mask, cross, cross_mask, hidden, position)
 
     @property
     def sources(self) -> int:
@@ -86,14 +89,15 @@ class PrefilledState:
         """The device of keys and values."""
         return self.states[0].device
 
-    def tensors(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor]:
+    def tensors(self) -> tuple[list[Tensor], Tensor, list[Tensor], Tensor, Tensor]:
         """Return what ``Workspace.fill`` copies into its buffers."""
-        return self.states, self.mask, self.cross, self.cross_mask
+        return self.states, self.mask, self.cross, self.cross_mask, self.position
 
     def of_sources(self, some: slice) -> PrefilledState:
         """Return the state of some of the sources."""
         states, cross = ([x[some] for x in held] for held in (self.states, self.cross))
-        return PrefilledState(states, self.mask[some], cross, self.cross_mask[some], self.hidden)
+        mask, cross_mask, position = (x[some] for x in (self.mask, self.cross_mask, self.position))
+        return PrefilledState(states, mask, cross, cross_mask, self.hidden, position)
 
     def shape(self, k: int, steps: int, own_positions: bool) -> Shape:
         """Return the shape of the buffers for K rows a source and up to ``steps`` more tokens."""
@@ -134,3 +138,19 @@ def _mask(given: Any, state: Tensor) -> Tensor:
         raise NotPossibleError(f"its mask has the shape {list(given.shape)}")
     mask: Tensor = given[:, :length].to(device=state.device, dtype=torch.bool)
     return mask
+
+
+def _position(given: Tensor | None, mask: Tensor) -> Tensor:
+    """Return the position [b] of the token after a prompt.
+
+    Args:
+        given: the positions of the prompt's tokens, which the caller may have chosen, and the next
+            one, which transformers has added to them; or None.
+        mask: [b, length] which tokens are attended to; only these are counted for None.
+    """
+    b, length = mask.shape
+    if given is None:
+        return mask.sum(-1)
+    if given.ndim != 2 or given.shape[1] != length + 1:
+        raise NotPossibleError(f"its positions have the shape {list(given.shape)}")
+    return given[:, -1].to(mask.device).expand(b)

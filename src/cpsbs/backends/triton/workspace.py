@@ -127,6 +127,7 @@ class Workspace:
         seen: Tensor,
         cross: Sequence[Tensor],
         cross_seen: Tensor,
+        next_position: Tensor,
     ) -> None:
         """Let all K rows of some sources begin as copies of one row.
 
@@ -136,6 +137,7 @@ class Workspace:
             seen: [n, length] which tokens of the prompt are attended to.
             cross: [n, heads, source length, dim] those of the cross-attention, if there is any.
             cross_seen: [n, source length] which tokens of the source are attended to.
+            next_position: [n] the position of the token after the prompt.
         """
         length, k = seen.shape[1], self.shape.k
         for buffers, given in ((self.states, states), (self.cross, cross)):
@@ -158,8 +160,8 @@ class Workspace:
                 value=torch.finfo(mask.dtype).min,
             )
             mask.view(self.shape.sources, k, -1)[at] = hidden[:, None]
-        # The padding before a prompt does not count for positions.
-        self.offset.view(-1, k)[at] = (seen.sum(-1) - length)[:, None]
+        # The padding before a prompt does not count for positions, and the caller may give others.
+        self.offset.view(-1, k)[at] = (next_position - length)[:, None]
 
     def retire(self, at: Tensor) -> None:
         """Let the sources in these places [n] be idle: they stay at the first position."""

@@ -24,7 +24,12 @@ from torch import Tensor
 
 from cpsbs.models.transformers.caches import CACHE, apart, is_blank
 from cpsbs.models.transformers.forcing import forced_logits
-from cpsbs.models.transformers.inputs import evaluating, prepare, refuse_right_padding
+from cpsbs.models.transformers.inputs import (
+    evaluating,
+    naming_last_position,
+    prepare,
+    refuse_right_padding,
+)
 from cpsbs.models.transformers.modules import modules_of
 from cpsbs.models.transformers.moves import Moves, rows_of_value
 from cpsbs.models.transformers.processors import Criteria, Layout, Processors
@@ -182,24 +187,7 @@ class TransformersModel:
         self._states = None
 
     def advance(self, parent: Tensor, token: Tensor) -> Tensor:
-        """Return the scores [rows, V] after one more token.
-
-        Raises:
-            ValueError: if the model has no position for it.
-        """
-        try:
-            return self._advance(parent, token)
-        except IndexError as error:
-            most = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-            if most is None:
-                raise
-            whole = "max_length" if self._is_encoder_decoder else "the prompt and max_length"
-            raise ValueError(
-                f"the model failed on one more token ({error}); its max_position_embeddings is "
-                f"{most}, which {whole} must not exceed"
-            ) from error
-
-    def _advance(self, parent: Tensor, token: Tensor) -> Tensor:
+        """Return the scores [rows, V] after one more token."""
         at_start = self._direct is None and self._ids.shape[-1] == self.prompt.shape[-1]
         if at_start and self.device.type == "cpu":
             self._direct = self._begin_directly(parent)
@@ -276,7 +264,9 @@ class TransformersModel:
         if self._processors or self._criteria:
             self._ids = torch.cat([self._ids[parent], token[:, None]], dim=-1)
             self._source = self._source[parent]
-        return self._processors(self._ids, direct.advance(parent, token), self._source)
+        with naming_last_position(self._model):
+            scores = direct.advance(parent, token)
+        return self._processors(self._ids, scores, self._source)
 
     def compiled_steps(self) -> CompiledDecoder | None:
         """Return what a backend needs to take steps by itself, after the first ``advance``."""
@@ -422,7 +412,8 @@ class TransformersModel:
             is_first_iteration=first,
             **self._kwargs,
         )
-        outputs = self._model(**inputs, return_dict=True)
+        with naming_last_position(self._model):
+            outputs = self._model(**inputs, return_dict=True)
         self._kwargs = self._model._update_model_kwargs_for_generation(
             outputs, self._kwargs, is_encoder_decoder=self._is_encoder_decoder
         )

@@ -164,6 +164,22 @@ def _refuse_without_effect(inputs: dict[str, Any]) -> None:
             )
 
 
+@contextmanager
+def naming_last_position(model: Any) -> Iterator[None]:
+    """Raise a ValueError that names the limit where a model fails past its last position."""
+    try:
+        yield
+    except IndexError as error:
+        most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if most is None:
+            raise
+        whole = "max_length" if model.config.is_encoder_decoder else "the prompt and max_length"
+        raise ValueError(
+            f"the model failed on one more token ({error}); its max_position_embeddings is {most}, "
+            f"which {whole} must not exceed"
+        ) from error
+
+
 def refuse_empty(input_ids: Tensor | None) -> None:
     """Refuse a batch without sources."""
     if input_ids is not None and not len(input_ids):
