@@ -9,6 +9,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from cpsbs.backends.triton.backend import TRITON
+from cpsbs.scores.reading import Chunks
 from tests.backends import compiling
 from tests.backends.checks import CHECKS, check_law
 from tests.backends.interpreted import Interpreter
@@ -32,6 +34,13 @@ def test_every_kernel_is_compiled() -> None:
 def test_they_compile(name: str) -> None:
     """For a GPU that need not be there."""
     compiling.compile_kernel(name)
+
+
+def test_more_members_of_chunks_than_are_counted_are_left_to_the_reference() -> None:
+    table, offset = torch.zeros(()).expand(1, 36, 32), torch.zeros((1, 36), dtype=torch.float64)
+    rows = torch.zeros(()).expand(36, 2**16)
+    chunks = Chunks(rows, None, 1.0, 2**11, table, table[None], TRITON)
+    assert TRITON.find_largest(chunks, offset, 1100) is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -85,6 +85,27 @@ def test_all_kernels_of_a_step_are_compiled(design: str, compiled: list[str]) ->
         take()
 
 
+def test_a_kernel_whose_compiler_failed_is_compiled_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a user interrupts the first search, and thereby all compilers."""
+    compile_, failed = triton.compiler.compile, list[bool]()
+
+    def fail_once(*args: Any, **kwargs: Any) -> Any:
+        if not failed:
+            failed.append(True)
+            raise OSError("the compiler was interrupted")
+        return compile_(*args, **kwargs)
+
+    def launch() -> None:
+        table = torch.zeros(1, 2, 16)
+        reading.read_into(torch.zeros(2, 1000), 1.0, 64, table[0], table)
+
+    monkeypatch.setattr(triton.compiler, "compile", fail_once)
+    with pytest.raises(OSError, match="interrupted"), launching.compiling_only():
+        launch()
+    with pytest.raises(RuntimeError, match="a kernel is launched"):
+        launch()
+
+
 def test_other_threads_launch_meanwhile() -> None:
     errors, take = list[str](), step("top-k")
 

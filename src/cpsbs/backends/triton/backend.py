@@ -23,7 +23,7 @@ from torch import Tensor
 from cpsbs.backends.base import MOST_DRAWN, Backend, FixedSteps, OrdinarySteps
 from cpsbs.backends.triton import kept
 from cpsbs.backends.triton.graphs import GraphMemory, capture
-from cpsbs.backends.triton.kernels import MOST_CHUNKS, MOST_IN_HEAD, POWER_SUMS
+from cpsbs.backends.triton.kernels import MOST_COUNTED, MOST_IN_HEAD, POWER_SUMS
 from cpsbs.backends.triton.kernels.extending import close_rows, extend
 from cpsbs.backends.triton.kernels.finding import find_head
 from cpsbs.backends.triton.kernels.gumbel import select
@@ -36,6 +36,7 @@ from cpsbs.backends.triton.memory import sources_that_fit
 from cpsbs.conditional_poisson.weights import CandidateWeights, Weights
 from cpsbs.randomness import Counters, Streams
 from cpsbs.scores.candidates import Candidates, Selection
+from cpsbs.scores.largest import head_size
 from cpsbs.scores.reading import Chunks, Largest
 
 if TYPE_CHECKING:
@@ -84,8 +85,7 @@ class TritonBackend(Backend):
 
     def find_largest(self, chunks: Chunks, offset: Tensor, m: int) -> Largest | None:
         """Find the largest candidates in the chunks with the largest maxima."""
-        few_chunks = chunks.maxima[0].numel() < MOST_CHUNKS
-        if not _is_readable(chunks) or not few_chunks or m > MOST_IN_HEAD:
+        if not _is_findable(chunks, m) or m > MOST_IN_HEAD:
             return None
         head = find_head(chunks, offset, m, "log-probability")
         return Largest(head.values, head.index, None)
@@ -95,10 +95,10 @@ class TritonBackend(Backend):
     ) -> Selection | None:
         """Draw a sample for each source; one with too few candidates keeps them all."""
         counters = streams.counters
-        of_scores = isinstance(weights, CandidateWeights) and _is_readable(weights.chunks)
-        if counters is None or not of_scores or k > MOST_DRAWN:
+        if counters is None or not isinstance(weights, CandidateWeights) or k > MOST_DRAWN:
             return None
-        assert isinstance(weights, CandidateWeights)
+        if not _is_findable(weights.chunks, head_size(k)):
+            return None
         seeds, counts = counters.seeds, counters.counts
         drawn = draw(weights.chunks, weights.offset, weights.odds, k, seeds, counts)
         return Selection(drawn.index, drawn.present, drawn.log_inclusion)
@@ -109,7 +109,7 @@ class TritonBackend(Backend):
         """Perturb the masses of chunks, then the candidates in the K + 1 best chunks."""
         chunks = candidates.chunks
         most = max(chunks.maxima[0].numel(), (k + 1) * chunks.length)
-        possible = _is_readable(chunks) and most < MOST_CHUNKS and k < MOST_IN_HEAD
+        possible = _is_readable(chunks) and most < MOST_COUNTED and k < MOST_IN_HEAD
         if streams.counters is None or not possible:
             return None
         return select(candidates, k, streams.counters)
@@ -119,9 +119,8 @@ class TritonBackend(Backend):
     ) -> Selection | None:
         """Draw with the same random numbers as the reference; with too few candidates, keep all."""
         chunks = candidates.chunks
-        possible = _is_readable(chunks) and chunks.maxima[0].numel() < MOST_CHUNKS
         fits = max(k, chunks.shape[1]) <= MOST_DRAWN
-        if streams.counters is None or not possible or not fits:
+        if streams.counters is None or not _is_findable(chunks, k) or not fits:
             return None
         return draw_stratified(candidates, k, streams.counters, full_share, forbidden)
 
@@ -275,6 +274,13 @@ def _aside() -> ThreadPoolExecutor:
 def _is_readable(chunks: Chunks) -> bool:
     """Return whether kernels can read this table of chunks."""
     return _fits(chunks.sums.dtype, chunks.length)
+
+
+def _is_findable(chunks: Chunks, m: int) -> bool:
+    """Return whether ``find_head`` can count the chunks, and the members of the m it looks into."""
+    count = chunks.maxima[0].numel()
+    members = min(m, count) * chunks.length
+    return _is_readable(chunks) and max(count, members) < MOST_COUNTED
 
 
 def _fits(dtype: torch.dtype, length: int) -> bool:

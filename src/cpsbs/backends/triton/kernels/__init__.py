@@ -17,8 +17,9 @@ cost no time, and no distribution needs more (see ``kernels.poisson_programs``).
 MOST_IN_HEAD = 4096
 """The most candidates that ``find_head`` finds in a source: it compares all pairs of them."""
 
-MOST_CHUNKS = 2**21
-"""The most chunks of a source: ``find_head`` packs three counts of them into one integer."""
+MOST_COUNTED = 2**21
+"""The most chunks of a source, and the most members of those that are looked into: three counts of
+them share an integer in ``find_head``."""
 
 
 def usable(device: torch.device) -> bool:

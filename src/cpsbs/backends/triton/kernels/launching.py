@@ -2,6 +2,10 @@
 
 Triton compiles a kernel when it is first launched, and the next one only when that is done. A step
 that is taken inside of ``compiling_only`` launches nothing: its kernels are compiled side by side.
+
+Each is compiled in a thread, and not by ``triton.AsyncCompileMode``, which older versions do not
+have: if a compiler fails, perhaps because the user has interrupted it, that mode leaves the error
+in the kernel's cache for all later launches.
 """
 
 from __future__ import annotations
@@ -9,17 +13,26 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 
 MOST_THREADS = 16
 """The most kernels that are compiled at the same time."""
 
-_here = threading.local()
+
+class _Here(threading.local):
+    """What holds for one thread."""
+
+    ask: Callable[..., None] | None = None
+    """Calls a function in another thread, if kernels are only compiled here."""
+
+
+_here = _Here()
 
 
 class NotWrittenError(Exception):
@@ -30,9 +43,10 @@ class Kernel(triton.JITFunction):  # type: ignore[misc, unused-ignore]
     """A function of Triton's that is only compiled inside of ``compiling_only``."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        """Launch the kernel, or compile it."""
-        warmup |= getattr(_here, "compiles_only", False)
-        return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        """Launch the kernel, or let it be compiled."""
+        if (ask := _here.ask) is None:
+            return super().run(*args, grid=grid, warmup=warmup, **kwargs)
+        return ask(super().run, *args, grid=grid, warmup=True, **kwargs)
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
@@ -55,17 +69,31 @@ def compiling_only() -> Iterator[None]:
 
     Raises:
         NotWrittenError: if an operation is given indices, which may be wrong then.
+        Exception: what the compiler has raised. The kernel is compiled again when it is launched.
     """
+    found = list[Future[Any]]()
+
+    def ask(*args: Any, **kwargs: Any) -> None:
+        found.append(threads.submit(*args, **kwargs))
+        # Triton hashes its own files once, but if several threads come at once, each does so.
+        wait(found[:1])
+
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1  # -1: no change
     with (
-        ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as threads,
-        triton.AsyncCompileMode(threads),
+        ThreadPoolExecutor(
+            min(MOST_THREADS, os.cpu_count() or 1),
+            initializer=torch.cuda.set_device,
+            initargs=(device,),
+        ) as threads,
         _Unwritten(),
     ):
-        _here.compiles_only = True
+        _here.ask = ask
         try:
             yield
         finally:
-            _here.compiles_only = False
+            _here.ask = None
+    for kernel in found:
+        kernel.result()
 
 
 class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]

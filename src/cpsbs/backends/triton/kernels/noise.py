@@ -15,7 +15,9 @@ BLOCK = 1024
 @triton.jit
 def uniform64(seed, place):
     """Return float64 numbers in [0, 1) with 53 bits, at these places (int64) of a seed's stream."""
-    high, low, _, _ = tl.randint4x(seed, place)
+    # The halves of the place, as ``tl.randint4x`` would take them, but only since Triton 3.4.
+    half, other = place.to(tl.uint32), (place >> 32).to(tl.uint32)
+    high, low, _, _ = tl.philox(seed, half, other, half * 0, half * 0)
     bits = (high.to(tl.uint32, bitcast=True).to(tl.int64) << 21) ^ (
         low.to(tl.uint32, bitcast=True).to(tl.int64) >> 11
     )
