@@ -312,7 +312,7 @@ BYTES = "caf\udce9"
         (["compare", "Yes.", "-r", BYTES], "--reference"),
         (["sample", "Yes.", "-r", BYTES], "reference 1"),
         (["sample", "Yes.", "-m", BYTES], "--model"),
-        (["sample", "Yes.", "--design", BYTES], "design"),
+        (["sample", "Yes.", "--design", BYTES], "--design"),
         (["sample", "--file", BYTES], "--file"),
         (["sample", "Yes.", "--reference-file", BYTES], "--reference-file"),
     ],
