@@ -73,16 +73,20 @@ class TextModel:
     def __repr__(self) -> str:
         millions = sum(p.numel() for p in self.model.parameters()) / 1e6
         kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
-        weights = "" if self.quantize is None else f" with {self.quantize} weights"
         return (
             f"TextModel({self.name!r}, {kind}, {millions:,.1f}M parameters, "
-            f"{dtype}{weights} on {self.model.device})"
+            f"{dtype}{self._rounding} on {self.model.device})"
         )
 
     @property
     def quantize(self) -> str | None:
         """How the weights of linear layers are rounded: "int8", or None."""
         return "int8" if is_quantized(self.model) else None
+
+    @property
+    def _rounding(self) -> str:
+        """What is said of rounded weights behind a name; empty where none are rounded."""
+        return "" if self.quantize is None else f" with {self.quantize} weights"
 
     @property
     def longest(self) -> int | None:
@@ -402,8 +406,7 @@ class TextModel:
             input_ids=padded(ids, self._padding),
             attention_mask=padded([torch.ones_like(row) for row in ids], 0),
         )
-        rounded = "" if self.quantize is None else f" with {self.quantize} weights"
-        model.name = self.name + rounded
+        model.name = self.name + self._rounding
         return model
 
     def repeated(self, texts: Sequence[Prompt]) -> Models:

@@ -55,7 +55,7 @@ def same(found: Sequence[dict[str, Any]], expected: Sequence[dict[str, Any]]) ->
     assert len(found) == len(expected)
     for row, wanted in zip(found, expected, strict=True):
         numbers = {name: wanted[name] for name in ("p", "pi", "weight")}
-        # The commands search in other threads, in which float32 sums are added up otherwise.
+        # The number of threads, which differs here, changes the order in which floats are added up.
         assert {name: row[name] for name in numbers} == pytest.approx(numbers, rel=1e-5)
         others = [name for name in COLUMNS if name not in numbers]
         assert [row[name] for name in others] == [wanted[name] for name in others]

@@ -146,7 +146,7 @@ def _position(given: Tensor | None, mask: Tensor) -> Tensor:
     Args:
         given: the positions of the prompt's tokens, which the caller may have chosen, and the next
             one, which transformers has added to them; or None.
-        mask: [b, length] which tokens are attended to; only these are counted for None.
+        mask: [b, length] which tokens are attended to, which are counted if no positions are given.
     """
     b, length = mask.shape
     if given is None:
