@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from benchmarks.tables import table
 from cpsbs.backends.triton import kernels
 from cpsbs.backends.triton.kernels import few_rows, poisson, tree_attention
 from cpsbs.backends.triton.kernels.attention import attend_by_table
+from cpsbs.backends.triton.kernels.launching import NotWrittenError, compiling_only
 
 CACHE = 256_000_000
 """Bytes after which the first ones are no longer in the card's cache."""
@@ -38,22 +39,31 @@ ROUNDS = 20
 Sizes = dict[str, Any]
 """What stands in for some of a module's constants."""
 
+
+def cut_into(width: int, parts: int, rows: int, inputs: int, *others: object) -> few_rows.Cut:
+    """Return the cut into these sizes, in place of ``few_rows.best_cut``."""
+    return few_rows.Cut(
+        min(width, few_rows.MOST_COLUMNS // int(str(others[1]))),
+        parts,
+        -(-inputs // few_rows.DEPTH // parts),
+    )
+
+
 PRODUCTS: dict[str, Sizes] = {
     "as it is": {},
-    **{f"{n} programs": {"PROGRAMS": n} for n in (66, 88, 176, 264)},
-    **{f"{n} inputs at a time": {"DEPTH": n} for n in (32, 128)},
-    **{f"{n} stages": {"STAGES": n} for n in (3, 4, 6)},
-    **{f"{n} outputs": {"COLUMNS": (n,), "GATED_COLUMNS": n} for n in (32, 64, 128)},
-    **{f"{n} warps": {"WARPS": n, "GATED_WARPS": n} for n in (2, 4, 8)},
-    # With less memory each, a multiprocessor has two programs at a time.
-    "3 stages, 264 programs": {"STAGES": 3, "PROGRAMS": 264},
-    "3 stages, 64 outputs, 264 programs": {"STAGES": 3, "COLUMNS": (64,), "PROGRAMS": 264},
-    "3 stages, 128 inputs at a time": {"STAGES": 3, "DEPTH": 128},
+    **{f"{n} steps fetched before": {"PREFETCHED": n} for n in (0, 8)},
+    **{f"at most {n} stages": {"MOST_STAGES": n} for n in (3, 4, 6)},
+    **{f"{n} outputs for a warp": {"COLUMNS_OF_A_WARP": n} for n in (16, 64)},
+    **{
+        f"{width} outputs, {parts} parts": {"best_cut": partial(cut_into, width, parts)}
+        for width in (64, 128, 256)
+        for parts in (1, 2, 4, 8)
+    },
 }
 
 ATTENTION: dict[str, Sizes] = {
     "as it is": {},
-    **{f"{n} rows": {"MOST_MEMBERS": n} for n in (1, 2, 8, 16)},
+    **{f"{n} rows": {"MOST_MEMBERS": n} for n in (1, 2, 4, 8)},
     **{f"{n} keys at a time": {"BLOCKS": (n,)} for n in (32, 64, 128)},
     **{f"{n} warps": {"WARPS": n} for n in (1, 2, 8)},
 }
@@ -70,6 +80,15 @@ LAYERS = {
     "7B": (4096, 11_008, 12_288),
 }
 """Dimension, that of the feed-forward layers, and outputs of queries, keys and values."""
+
+
+@contextmanager
+def changed(module: Any, sizes: Sizes) -> Iterator[None]:
+    """Let these stand in for constants of a module."""
+    with ExitStack() as all_of_them:
+        for constant, value in sizes.items():
+            all_of_them.enter_context(patch.object(module, constant, value))
+        yield
 
 
 def compared(
@@ -95,12 +114,14 @@ def compared(
         for launch in launches:
             launch()
 
+    with compiling_only():  # all of them side by side
+        for sizes in ways.values():
+            with changed(module, sizes), suppress(NotWrittenError):
+                launches[0]()
     replays: dict[str, Callable[[], object]] = {}
     for way, sizes in ways.items():
-        kernels.attention._BLOCKS.clear()  # what was found out about other sizes
-        with ExitStack() as changed:
-            for constant, value in sizes.items():
-                changed.enter_context(patch.object(module, constant, value))
+        kernels.attention._TOO_LARGE.clear()  # what was found out about other sizes
+        with changed(module, sizes):
             try:
                 replays[way] = recorded(run)
             except Exception as error:
@@ -163,13 +184,17 @@ def tree(sources: int, k: int, capacity: int, parted: int) -> Tensor:
 def attention() -> Iterator[list[Row]]:
     """Attention of the models of ``benchmarks.gpu``, where hypotheses part late and early."""
     rate, capacity, length = copy_rate(), 128, 90
-    for name, sources, k, heads, kv_heads in (("Marian", 32, 20, 8, 8), ("Llama 1B", 8, 10, 32, 8)):
+    for name, sources, k, heads, kv_heads, dim in (
+        ("Marian", 32, 20, 8, 8, 64),
+        ("Llama 1B", 8, 10, 32, 8, 64),
+        ("Llama 7B", 8, 10, 32, 32, 128),
+    ):
         rows = sources * k
-        query = torch.randn((rows, heads, 1, 64), dtype=torch.float16, device=DEVICE)
+        query = torch.randn((rows, heads, 1, dim), dtype=torch.float16, device=DEVICE)
         position = torch.full((sources,), length, dtype=torch.int64, device=DEVICE)
 
-        def keys(rows: int = rows, kv_heads: int = kv_heads) -> tuple[Tensor, ...]:
-            sizes = 2 * [(rows, kv_heads, 1, 64)] + 2 * [(rows, kv_heads, capacity, 64)]
+        def keys(rows: int = rows, kv_heads: int = kv_heads, dim: int = dim) -> tuple[Tensor, ...]:
+            sizes = 2 * [(rows, kv_heads, 1, dim)] + 2 * [(rows, kv_heads, capacity, dim)]
             return tuple(torch.randn(size, dtype=torch.float16, device=DEVICE) for size in sizes)
 
         sets = some(keys)
@@ -181,7 +206,7 @@ def attention() -> Iterator[list[Row]]:
             ]
             # Keys and values of the positions that some row refers to, each once.
             places = sources * (parted + k * (length - parted))
-            read = 2 * places * kv_heads * 64 * query.dtype.itemsize
+            read = 2 * places * kv_heads * dim * query.dtype.itemsize
             what = f"{name}, parted at {parted} of {length}"
             yield compared(what, tree_attention, ATTENTION, launches, read, rate)
 

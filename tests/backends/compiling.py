@@ -31,8 +31,8 @@ TYPES = {
     " first second third gate up hidden normed",
     "i32": "k m slots parents tokens chunks blocks table stride each ends pad capacity sources"
     " heads inner dim q_row q_head nk_row nk_head nv_row nv_head m_row m_head m_place b_row b_head"
-    " b_place cos_row kv_heads count step c_row inputs outputs share first_end second_end size"
-    " segments programs most",
+    " b_place cos_row kv_heads count step c_row inputs outputs width steps size"
+    " first_size second_size third_size segments programs most",
     "fp32": "log_low log_high log_limit scaling eps",
 }
 """The types of arguments by their names, which mean the same in nearly all kernels."""
@@ -42,9 +42,18 @@ SIZES = {"ODDS": True, "LENGTH": 64, "PLACES": 16, "POINTS": 16, "COINS": 128, "
 
 HALF = dict.fromkeys(("out", "keys", "values"), "*fp16")
 ATTENTION = HALF | {"DIM": 64, "PADDED_DIM": 64, "PADDED": 16, "BLOCK": 16}
-TREE = HALF | {"QUERIES": 16, "MEMBERS": 4, "HALF": 32, "BLOCK": 128, "SPAN": 32, "PARTS": 1}
+TREE = HALF | {
+    "QUERIES": 16,
+    "MEMBERS": 4,
+    "PADDED": 4,
+    "HALF": 32,
+    "BLOCK": 128,
+    "PARTS": 1,
+    "EARLY": False,
+}
 TREE |= {"cosines": "*fp16", "sines": "*fp16"}
-PRODUCT = {"out": "*fp16", "ROWS": 128, "COLUMNS": 128, "DEPTH": 64, "STAGES": 5}
+PRODUCT = {"out": "*fp16", "ROWS": 64, "MORE": 16, "COLUMNS": 128, "DEPTH": 64, "STAGES": 5}
+PRODUCT |= {"PREFETCHED": 4}
 ROWS = {"parents": "*i64", "PADDED": 8}
 PERTURBED = {"keys": "*i64", "num_warps": 8}
 
@@ -62,10 +71,13 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     ],
     "tree_attention.attend": [
         TREE | {"GROUP": 1, "cosines": None, "sines": None},
-        TREE | {"GROUP": 4, "bias": None, "PARTS": 4},
+        TREE | {"GROUP": 4, "bias": None, "PARTS": 4, "EARLY": True},
     ],
-    "few_rows._parts": [PRODUCT | {"out": "*fp32"}],
-    "few_rows._gated": [PRODUCT | {"COLUMNS": 64, "num_warps": 8}],
+    "few_rows._parts": [
+        PRODUCT | {"out": "*fp32"},
+        PRODUCT | {"out": "*fp32", "MORE": 0, "COLUMNS": 256, "num_warps": 8},
+    ],
+    "few_rows._gated": [PRODUCT | {"num_warps": 8}, PRODUCT | {"MORE": 0, "COLUMNS": 64}],
     "few_rows._finish": [{"parts": "*fp32", "PARTS": 4, "BLOCK": 2048}],
     "cache._advance": [ROWS | {"BLOCK": 32}],
     "cache._move": [ROWS | {"BLOCK": 1024, "num_warps": 8}],
@@ -84,7 +96,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "poisson_programs.tail": [{"num_warps": 8}],
     "poisson_programs.draw": [{"GROUP": 16, "num_warps": 8}],
     "poisson_programs.inclusion": [{}],
-    "reading._read": [{"TERMS": 8, "GROUP": 32, "RUN": 16, "inverse_temperature": "fp32"}],
+    "reading._read": [{"TERMS": 8, "GROUP": 32, "RUN": 16, "factor": "fp32"}],
     "reading._normalize": [{"BLOCK": 512}],
     "stratified_programs.begin": [{"PARENTS": 16}],
     "stratified_programs.masses": [{}],
@@ -116,8 +128,9 @@ def kernels_there_are() -> dict[str, Any]:
     return found
 
 
-def compile_kernel(name: str) -> None:
-    """Compile all variants of a kernel."""
+def compile_kernel(name: str) -> list[str]:
+    """Compile all variants of a kernel, and return them in PTX."""
+    compiled = []
     module, _, function = name.partition(".")
     kernel = getattr(importlib.import_module(f"{kernels.__name__}.{module}"), function)
     types = {name: kind for kind, names in TYPES.items() for name in names.split()}
@@ -130,4 +143,6 @@ def compile_kernel(name: str) -> None:
         }
         source: Any = ASTSource(kernel, signature, constants)
         options = {"num_warps": own.get("num_warps", 4)}
-        triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled.append(str(made.asm["ptx"]))
+    return compiled

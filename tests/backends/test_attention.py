@@ -248,7 +248,10 @@ def check_little_shared_memory() -> None:
             return launch
 
     case = Case(3, 1, 32, [37, 12], torch.float32, "cpu")
-    with patch.object(tree_attention, "attend", Small()), patch.dict(attention._BLOCKS, clear=True):
+    with (
+        patch.object(tree_attention, "attend", Small()),
+        patch.dict(attention._TOO_LARGE, clear=True),
+    ):
         check_by_table(case, None, None, None)
         check_by_table(case, None, None, None)
         assert tried == [128, 64, 64]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,6 +38,39 @@ def test_every_kernel_is_compiled() -> None:
 def test_they_compile(name: str) -> None:
     """For a GPU that need not be there."""
     compiling.compile_kernel(name)
+
+
+def test_every_kernel_waits_for_the_one_before() -> None:
+    for name, kernel in compiling.kernels_there_are().items():
+        _, _, body = kernel.src.partition('"""')
+        assert body.count("after_previous()") == 1 or name == "tree_attention.attend", name
+        assert "tl.store" not in body.partition("after_previous()")[0], name
+
+
+def test_they_compile_for_being_launched_early(tmp_path: Path) -> None:
+    """In a process that finds a card of compute capability 9.0."""
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", EARLY], env=environment, text=True, timeout=600,
+                          stdout=subprocess.PIPE, check=True)  # fmt: skip
+    waits = dict(line.split() for line in done.stdout.splitlines())
+    names = {"reading._read", "few_rows._gated", "tree_attention.attend"}
+    assert set(waits) == names
+    assert set(waits.values()) == {"2"}
+
+
+EARLY = """
+import torch
+
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda card: (9, 0)
+
+from tests.backends import compiling
+
+for name in ("reading._read", "few_rows._gated", "tree_attention.attend"):
+    for text in compiling.compile_kernel(name)[-1:]:
+        print(name, text.count("griddepcontrol"))
+"""
 
 
 def test_more_members_of_chunks_than_are_counted_are_left_to_the_reference() -> None:

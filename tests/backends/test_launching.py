@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,9 +40,25 @@ class Card:
 
         return GPUTarget("cuda", 90, 32)
 
+    def launcher_cls(self, *args: Any) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            raise RuntimeError("a kernel is launched")
+
+        return launch
+
     @property
-    def launcher_cls(self) -> Any:
-        raise RuntimeError("a kernel is launched")
+    def utils(self) -> Any:
+        def load_binary(*args: Any) -> tuple[int, ...]:
+            return (1, 1, 0, 0, 1024)
+
+        def get_device_properties(device: int) -> dict[str, int]:
+            return {"max_shared_mem": 232_448}
+
+        return SimpleNamespace(
+            load_binary=load_binary,
+            get_device_properties=get_device_properties,
+            unload_module=lambda module: None,
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +155,8 @@ def test_nothing_depends_on_what_was_not_written() -> None:
         ):
             with pytest.raises(launching.NotWrittenError, match="indices"):
                 use(torch.zeros(3))
+    with launching.compiling_only(indices=True):
+        assert torch.empty(3)[place].tolist() == [0]
     assert torch.zeros(3)[place].tolist() == [0]
 
 

@@ -57,12 +57,12 @@ class TritonBackend(Backend):
     def chunk_length(self, least: int, parents: int, tokens: int, terms: int) -> int:
         """Return a power of two such that the chunks of a source fit into a few blocks.
 
-        Designs with one power sum look into K chunks, and not into as many as ``least`` is for, so
-        that chunks four times as long, and fewer of them, are faster.
+        Longer chunks, and fewer of them, are faster than ``least`` says, above all for designs with
+        one power sum, which look into K chunks only.
         """
         least = max(least, 64, parents * tokens // 2**16)
         length = 1 << (least - 1).bit_length()
-        return max(length, min(4 * length, LONGEST)) if terms == 1 else length
+        return max(length, min(length * (4 if terms == 1 else 2), LONGEST))
 
     def power_sums(self, wanted: int) -> int:
         """Return as many as any distribution needs, because on a GPU they cost no time."""

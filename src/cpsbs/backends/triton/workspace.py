@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import Cache, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from cpsbs.backends.triton import kernels
 from cpsbs.backends.triton.attention import one_query_attention
 from cpsbs.backends.triton.fusing import fused_layers
 from cpsbs.backends.triton.graphs import GraphMemory, capture
@@ -226,6 +227,8 @@ class Workspace:
         graph = None
         try:
             if self.shape.device.type == "cuda":
+                if strict and kernels.usable(self.shape.device):
+                    self._compile(model, window)
                 graph = self._captured(model, window)
             else:
                 with _NoSynchronisation():
@@ -245,6 +248,21 @@ class Workspace:
             self.fuses = False
             return self._record(model, window, strict)
         return graph
+
+    def _compile(self, model: Any, window: int) -> None:
+        """Compile the kernels of a step side by side; what fails will fail again in the step."""
+        from cpsbs.backends.triton.kernels.launching import compiling_only
+
+        try:
+            with compiling_only(indices=True):
+                for _ in range(2):  # the first run shows where the logits come from, see Logits
+                    self._compute(model, window)
+                    self.clock.position.copy_(self._before)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.clock.position.copy_(self._before)
+            log.debug("the kernels of a step are not compiled side by side: %s", error)
 
     def _captured(self, model: Any, window: int) -> torch.cuda.CUDAGraph:
         memory = self.memo.setdefault(GraphMemory, GraphMemory())

@@ -28,8 +28,8 @@ and with several (True), which tensor cores multiply …"""
 WARPS = {False: 1, True: 2}
 """… and its warps. For one query, many small programs hide each other's latency best."""
 
-_BLOCKS: dict[tuple[Any, ...], tuple[int, ...]] = {}
-"""The sizes of ``tree_attention.BLOCKS`` that are left, where the larger ones did not fit."""
+_TOO_LARGE: dict[tuple[Any, ...], int] = {}
+"""The smallest of ``tree_attention.BLOCKS`` that did not fit"""
 
 QUERIES = 16
 """Queries of a program that share keys: tensor cores multiply at least 16 rows."""
@@ -132,9 +132,10 @@ def attend_in_tree(
     queries = max(tree.QUERIES, triton.next_power_of_2(members * group))
     count = 1 if parts is None else len(parts)
     kind = (query.device, dtype, dim, group, members, count, mask is None, bias is None)
-    for block in _BLOCKS.get(kind, tree.blocks(dim, dtype.itemsize)):
+    programs = sources * triton.cdiv(k, members)
+    for block in _blocks(kind, tree.blocks(dim, dtype.itemsize, programs * kv_heads)):
         try:
-            tree.attend[(sources * triton.cdiv(k, members), kv_heads)](
+            tree.attend[(programs, kv_heads)](
                 *(out, query, query.stride(0), query.stride(1)),
                 *(k_new, k_new.stride(0), k_new.stride(1)),
                 *(v_new, v_new.stride(0), v_new.stride(1)),
@@ -143,14 +144,20 @@ def attend_in_tree(
                 *_added(mask, rows, heads), *_added(bias, rows, heads),
                 *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
                 GROUP=group, QUERIES=queries, MEMBERS=members,
-                HALF=dim // 2, BLOCK=block, SPAN=block // members,
-                PARTS=count, num_warps=tree.WARPS,
+                PADDED=triton.next_power_of_2(members),
+                HALF=dim // 2, BLOCK=block, PARTS=count, EARLY=parts is not None,
+                num_warps=tree.WARPS,
             )  # fmt: skip
         except OutOfResources:  # it was not launched
-            _BLOCKS[kind] = tuple(x for x in tree.BLOCKS if x < block)
+            _TOO_LARGE[kind] = block
         else:
             return out
     return None
+
+
+def _blocks(kind: tuple[Any, ...], wanted: tuple[int, ...]) -> list[int]:
+    """Return the sizes to try: the wanted ones, without those that did not fit."""
+    return [block for block in wanted if block < _TOO_LARGE.get(kind, block + 1)]
 
 
 def attend_shared(

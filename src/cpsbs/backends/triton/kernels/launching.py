@@ -14,12 +14,18 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 import triton
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.runtime.errors import OutOfResources
+
+from cpsbs.backends.triton.kernels.overlap import OVERLAP
+
+launched_early = True
+"""Whether kernels are launched early (``overlap``) where that is possible"""
 
 MOST_THREADS = 16
 """The most kernels that are compiled at the same time."""
@@ -40,10 +46,15 @@ class NotWrittenError(Exception):
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc, unused-ignore]
-    """A function of Triton's that is only compiled inside of ``compiling_only``."""
+    """A function of Triton's that is only compiled inside of ``compiling_only``.
+
+    It calls ``after_previous`` before it reads what other kernels have written, or writes itself.
+    """
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Launch the kernel, or let it be compiled."""
+        if OVERLAP.value:
+            kwargs.setdefault("launch_pdl", launched_early)
         if (ask := _here.ask) is None:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
         return ask(super().run, *args, grid=grid, warmup=True, **kwargs)
@@ -62,19 +73,22 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 @contextmanager
-def compiling_only() -> Iterator[None]:
-    """Compile the kernels that this thread would launch; all are compiled when this ends.
+def compiling_only(indices: bool = False) -> Iterator[None]:
+    """Compile the kernels that this thread would launch; all can be launched when this ends.
 
     What the kernels would have written is zero.
 
+    Args:
+        indices: whether operations may be given indices, because no kernel has written these.
+
     Raises:
-        NotWrittenError: if an operation is given indices, which may be wrong then.
+        NotWrittenError: if an operation is given indices, which may be wrong.
         Exception: what the compiler has raised. The kernel is compiled again when it is launched.
     """
     found = list[Future[Any]]()
 
     def ask(*args: Any, **kwargs: Any) -> None:
-        found.append(threads.submit(*args, **kwargs))
+        found.append(threads.submit(_compiled, *args, **kwargs))
         # Triton hashes its own files once, but if several threads come at once, each does so.
         wait(found[:1])
 
@@ -85,7 +99,7 @@ def compiling_only() -> Iterator[None]:
             initializer=torch.cuda.set_device,
             initargs=(device,),
         ) as threads,
-        _Unwritten(),
+        _Unwritten(indices),
     ):
         _here.ask = ask
         try:
@@ -96,6 +110,13 @@ def compiling_only() -> Iterator[None]:
         kernel.result()
 
 
+def _compiled(run: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    """Compile a kernel and what launches it, which is a C program of its own in some versions."""
+    made = run(*args, **kwargs)
+    with suppress(OutOfResources):  # the launch says so again
+        made.run  # noqa: B018  (it is made when it is first asked for)
+
+
 class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Fills new memory with zeros, and raises where an operation is given indices.
 
@@ -103,12 +124,14 @@ class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ign
     further call of the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, indices: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self._indices = indices
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.name in ("index", "indices") and not isinstance(value, int):
+            given = argument.name in ("index", "indices") and not isinstance(value, int)
+            if given and not self._indices:
                 raise NotWrittenError(f"{func} is given indices")
         made = func(*args, **(kwargs or {}))
         return made.zero_() if "empty" in func.overloadpacket.__name__ else made

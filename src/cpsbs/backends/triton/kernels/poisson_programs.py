@@ -9,6 +9,7 @@ from cpsbs.backends.triton.kernels import POWER_SUMS
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import scaled, softplus
+from cpsbs.backends.triton.kernels.overlap import after_previous
 
 TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
 """Power sums. The terms of the series that are left out are below 1e-8, see
@@ -62,6 +63,7 @@ def without_head(
     LENGTH: tl.constexpr, GROUP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Program (source, block): TERMS sums of powers of e^{log p − unit}, without the head."""
+    after_previous()
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     here = slot < slots
@@ -87,6 +89,7 @@ def tail(
     ODDS: tl.constexpr,
 ):  # fmt: skip
     """Program (source, block): running masses of BLOCK chunks, and COLUMNS sums over them."""
+    after_previous()
     source = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     count = parents * chunks
@@ -173,13 +176,17 @@ def _from_tail(
     slot = tl.load(slot_of + source * parents * chunks + found)
     taken = in_head(bits, source * slots + slot - 1, slot > 0, LENGTH)
     log_w = tl.where(taken, -float("inf"), log_w)
+    # The sum of the chunk has the digits of float32 as well.
+    weight = tl.exp((log_w - unit).to(tl.float32))
     if ODDS:
-        log_w -= tl.log(1.0 - tl.exp(log_w))
-    end = tl.cumsum(tl.exp(log_w - unit), axis=1)
+        weight /= 1.0 - tl.exp(log_w.to(tl.float32))
+    end = tl.cumsum(weight.to(tl.float64), axis=1)
     level = uniform64(seed, stream + GROUP + number) * tl.max(end, axis=1) * below_one
     inside = tl.sum((end <= level[:, None]).to(tl.int32), axis=1)
     inside = tl.minimum(inside, LENGTH - 1)
     value = tl.max(tl.where(place[None, :] == inside[:, None], log_w, -float("inf")), axis=1)
+    if ODDS:
+        value -= tl.log(1.0 - tl.exp(value))
     return parent * tokens + found % chunks * LENGTH + inside, value
 
 
@@ -193,6 +200,7 @@ def draw(
     POINTS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Draw the sample of one source: K items, their weights, and what ``inclusion`` needs."""
+    after_previous()
     inverse_temperature = tl.load(inverse_temperature)
     source = tl.program_id(0).to(tl.int64)
     head += source * m
@@ -357,6 +365,7 @@ def inclusion(
 
     It handles PLACES of the K items i of the source.
     """
+    after_previous()
     source = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     here = number < k

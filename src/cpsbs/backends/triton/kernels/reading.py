@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -9,9 +11,12 @@ from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
+from cpsbs.backends.triton.kernels.overlap import after_previous
 
 THREADS = 128
 """The threads of a program that reads"""
+
+LOG2_E = 1 / math.log(2)
 
 RUNS = 4
 """A chunk is read in so many runs, by the same threads."""
@@ -28,15 +33,16 @@ def _run(scores, token, number, tokens, RUN: tl.constexpr):
 @kernel
 def _read(
     scores, maxima, sums,
-    stride, tokens, chunks, table, inverse_temperature,
+    stride, tokens, chunks, table, factor,
     TERMS: tl.constexpr, LENGTH: tl.constexpr, GROUP: tl.constexpr, RUN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, block): maxima and TERMS power sums of GROUP chunks of LENGTH scores.
 
     The four runs of a chunk, of RUN scores each, are read by the same few threads, so that most of
     a sum is added up inside of a thread: exchanging numbers between threads would take longer than
-    the reading.
+    the reading. ``factor`` is log2 e over the temperature.
     """
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     token = (chunk * LENGTH)[:, None] + tl.arange(0, RUN)[None, :]
@@ -45,8 +51,8 @@ def _read(
     c, d = _run(scores, token, 2, tokens, RUN), _run(scores, token, 3, tokens, RUN)
     largest = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), axis=1)
     bound = tl.where(largest == -float("inf"), 0.0, largest)[:, None]
-    a, b = tl.exp((a - bound) * inverse_temperature), tl.exp((b - bound) * inverse_temperature)
-    c, d = tl.exp((c - bound) * inverse_temperature), tl.exp((d - bound) * inverse_temperature)
+    a, b = tl.exp2((a - bound) * factor), tl.exp2((b - bound) * factor)
+    c, d = tl.exp2((c - bound) * factor), tl.exp2((d - bound) * factor)
     place = row * chunks + chunk
     inside = chunk < chunks
     tl.store(maxima + place, largest, mask=inside)
@@ -70,7 +76,7 @@ def read_into(
     group = max(1, THREADS * each // run)
     grid = (rows, triton.cdiv(chunks, group))
     _read[grid](
-        scores, maxima, sums, scores.stride(0), tokens, chunks, rows * chunks, 1 / temperature,
+        scores, maxima, sums, scores.stride(0), tokens, chunks, rows * chunks, LOG2_E / temperature,
         TERMS=len(sums), LENGTH=length, GROUP=group, RUN=run, num_warps=THREADS // 32,
     )  # fmt: skip
 
@@ -80,6 +86,7 @@ def _normalize(
     maxima, sums, log_prob, log_total, offset, chunks, inverse_temperature, BLOCK: tl.constexpr
 ):
     """Compute log Σ e^{maximum / temperature} · sum over the chunks of one row."""
+    after_previous()
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature)
     top = tl.full((), -float("inf"), tl.float64)

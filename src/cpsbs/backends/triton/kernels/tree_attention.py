@@ -15,25 +15,31 @@ import triton.language as tl
 
 from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weights
 from cpsbs.backends.triton.kernels.launching import kernel
+from cpsbs.backends.triton.kernels.overlap import after_previous, prefetch
 
 BLOCKS = (128, 64, 32)
-"""Keys that a program multiplies at a time: the first of these for which it has enough memory."""
+"""Keys that a program multiplies at a time: one of these for which it has enough memory."""
 
 WIDE = 128
 """The most bytes of a head with which a program has enough registers for the most keys."""
 
 WARPS = 4
 
-MOST_MEMBERS, QUERIES = 4, 16
+MOST_MEMBERS, QUERIES = 16, 16
 """The most rows that a program handles, as long as these have no more queries that share keys."""
+
+FEW_PROGRAMS, MANY_PROGRAMS = 200, 400
+"""Up to so many programs read the most keys at a time. With more programs than the second number,
+they read the fewest: a multiprocessor then has more programs that wait for keys."""
 
 
 def members(k: int, group: int) -> int:
-    """Return how many of K rows, with ``group`` queries each, a program handles: a power of two."""
-    found = 1
-    while 2 * found <= MOST_MEMBERS and 2 * found * group <= QUERIES and found < k:
-        found *= 2
-    return found
+    """Return how many of K rows, with ``group`` queries each, a program handles.
+
+    They are divided evenly among as few programs as possible.
+    """
+    most = max(1, min(MOST_MEMBERS, QUERIES // group))
+    return -(-k // -(-k // most))
 
 
 def most_group(dim: int, itemsize: int) -> int:
@@ -48,9 +54,11 @@ def most_group(dim: int, itemsize: int) -> int:
     return 64 if dim <= 64 else 32
 
 
-def blocks(dim: int, itemsize: int) -> tuple[int, ...]:
-    """Return which of ``BLOCKS`` to try, for heads of this size."""
-    return BLOCKS if dim * itemsize <= WIDE else BLOCKS[1:]
+def blocks(dim: int, itemsize: int, programs: int) -> tuple[int, ...]:
+    """Return which of ``BLOCKS`` to try, for heads of this size and so many programs."""
+    wide = 1 if dim * itemsize > WIDE else 0
+    many = 0 if programs <= FEW_PROGRAMS else 1 if programs <= MANY_PROGRAMS else 2
+    return BLOCKS[max(wide, many) :]
 
 
 SCANNED: tl.constexpr = tl.constexpr(256)
@@ -89,6 +97,25 @@ def _score(q, p, keys, at, shown, scaling, HALF: tl.constexpr):
     return tl.dot(p, tl.trans(other), score, input_precision="ieee") * scaling
 
 
+@triton.jit
+def _slots(
+    block, common_blocks, shared, length, leader, k,
+    MEMBERS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Return position, row and existence of what is in the slots [BLOCK] of a block.
+
+    The first blocks are of the positions that all rows share; others have some of each row.
+    """
+    slot, span = tl.arange(0, BLOCK), BLOCK // MEMBERS
+    common = block < common_blocks
+    t = tl.where(
+        common, block * BLOCK + slot, shared + (block - common_blocks) * span + slot % span
+    )
+    whose = tl.where(common, leader, leader + slot // span)
+    theirs = common | (slot < span * MEMBERS)
+    return t, whose, theirs & (t < tl.where(common, shared, length)) & (whose < k)
+
+
 @kernel
 def attend(
     out, query, q_row, q_head,
@@ -97,14 +124,17 @@ def attend(
     keys, values, place, position,
     mask, m_row, m_head, m_place, bias, b_row, b_head, b_place,
     k, capacity, scaling,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS: tl.constexpr,
-    HALF: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, PARTS: tl.constexpr,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS: tl.constexpr, PADDED: tl.constexpr,
+    HALF: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program (MEMBERS rows, kv head): attend from their GROUP queries each; write the new keys.
 
     Queries, new keys and new values are sums of PARTS numbers, ``step`` apart. They are rotated if
-    there are cosines. SPAN = BLOCK / MEMBERS positions of each row are read at a time.
+    there are cosines. If EARLY, only these were written by the kernel before this one, so that the
+    table and the cache can be looked at meanwhile.
     """
+    if not EARLY:
+        after_previous()
     groups = tl.cdiv(k, MEMBERS)
     source = (tl.program_id(0) // groups).to(tl.int64)
     leader = tl.program_id(0) % groups * MEMBERS
@@ -119,16 +149,30 @@ def attend(
     shown = queried[:, None]
 
     # How many positions the rows share, from the first one on.
-    every, shared = leader + tl.arange(0, MEMBERS), length
+    every, shared = leader + tl.minimum(tl.arange(0, PADDED), MEMBERS - 1), length
     table = place + source * k * capacity
-    first_row = table + leader * capacity
     for start in range(0, length, SCANNED):
         t = start + tl.arange(0, SCANNED)
-        first = tl.load(first_row + t, mask=t < length, other=0)[None, :]
+        first = tl.load(table + leader * capacity + t, mask=t < length, other=0)[None, :]
         compared = (every < k)[:, None] & (t < length)[None, :]
         other = tl.load(table + every[:, None] * capacity + t[None, :], mask=compared, other=0)
         differs = tl.max((compared & (other != first)).to(tl.int32), axis=0)
         shared = tl.minimum(shared, tl.min(tl.where(differs > 0, t, length), axis=0))
+    common_blocks = tl.cdiv(shared, BLOCK)
+    blocks = common_blocks + tl.cdiv(length - shared, BLOCK // MEMBERS)
+    past = (source * k * kv_heads + kv_head) * capacity
+    if EARLY:
+        line: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
+        for block in range(blocks):
+            t, whose, held = _slots(
+                block, common_blocks, shared, length, leader, k, MEMBERS, BLOCK
+            )  # fmt: skip
+            holder = tl.load(table + whose * capacity + t, mask=held, other=0)
+            spot = past + tl.where(held, holder.to(tl.int64) * kv_heads * capacity + t, 0)
+            for i in tl.static_range((2 * HALF + line - 1) // line):
+                prefetch(keys + spot * (2 * HALF) + i * line)
+                prefetch(values + spot * (2 * HALF) + i * line)
+        after_previous()
 
     at = (row * q_row + head * q_head)[:, None] + half
     q = _added_up(query, at, shown, step, PARTS)
@@ -156,36 +200,16 @@ def attend(
     top, total = tl.full([QUERIES], -3.4e38, tl.float32), tl.zeros([QUERIES], tl.float32)
     mean = tl.zeros([QUERIES, HALF], tl.float32)
     rest = tl.zeros([QUERIES, HALF], tl.float32)
-    for start in range(0, shared, BLOCK):
-        t = start + tl.arange(0, BLOCK)
-        held = t < shared
-        holder = tl.load(first_row + t, mask=held, other=0)
-        spot = (((source * k + holder) * kv_heads + kv_head) * capacity + t)[:, None] * (2 * HALF)
-        spot += half
+    for block in range(blocks):
+        t, whose, held = _slots(block, common_blocks, shared, length, leader, k, MEMBERS, BLOCK)
+        holder = tl.load(table + whose * capacity + t, mask=held, other=0)
+        spot = (past + holder.to(tl.int64) * kv_heads * capacity + t)[:, None] * (2 * HALF) + half
         # All loads are issued before the first result is waited for.
         value = tl.load(values + spot, mask=held[:, None], other=0.0)
         other = tl.load(values + spot + HALF, mask=held[:, None], other=0.0)
         score = _score(q, p, keys, spot, held[:, None], scaling, HALF)
-        asked = shown & held[None, :]
-        score = tl.where(asked, score, float("-inf"))
-        score = plus(score, mask, m_at + t[None, :] * m_place, asked)
-        score = plus(score, bias, b_at + t[None, :] * b_place, asked)
-        top, total, weight, fade = weights(score, top, total)
-        mean, rest = blend(weight, fade, value, mean), blend(weight, fade, other, rest)
-
-    slot = tl.arange(0, BLOCK)
-    whose, within = leader + slot // SPAN, slot % SPAN
-    own_past = member[:, None] == whose[None, :]
-    for start in range(shared, length, SPAN):
-        t = start + within
-        held = (whose < k) & (t < length)
-        holder = tl.load(table + whose * capacity + t, mask=held, other=0)
-        spot = (((source * k + holder) * kv_heads + kv_head) * capacity + t)[:, None] * (2 * HALF)
-        spot += half
-        value = tl.load(values + spot, mask=held[:, None], other=0.0)
-        other = tl.load(values + spot + HALF, mask=held[:, None], other=0.0)
-        score = _score(q, p, keys, spot, held[:, None], scaling, HALF)
-        asked = own_past & held[None, :] & shown
+        own = (member[:, None] == whose[None, :]) | (block < common_blocks)
+        asked = own & held[None, :] & shown
         score = tl.where(asked, score, float("-inf"))
         score = plus(score, mask, m_at + t[None, :] * m_place, asked)
         score = plus(score, bias, b_at + t[None, :] * b_place, asked)

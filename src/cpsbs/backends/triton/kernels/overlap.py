@@ -1,0 +1,60 @@
+"""Kernels that are launched while the one before them is still running.
+
+Between two kernels a GPU is idle for about a microsecond, and a decoding step has hundreds of them.
+From compute capability 9.0 on, a kernel can be launched before the one before it has ended: it
+starts as soon as all programs of that one have called ``after_previous``, or have ended, and waits
+in its own call until all that was written before can be read. What it does above that call may only
+depend on what was written before its predecessor began.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import fields
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+def _is_possible() -> bool:
+    """Return whether all cards can do it, and this version of Triton."""
+    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
+        return False
+    if torch.version.hip is not None:
+        return False
+    from triton.backends.nvidia.compiler import CUDAOptions
+
+    known: Any = CUDAOptions
+    cards = range(torch.cuda.device_count())
+    return "launch_pdl" in {option.name for option in fields(known)} and all(
+        torch.cuda.get_device_capability(card) >= (9, 0) for card in cards
+    )
+
+
+OVERLAP: tl.constexpr = tl.constexpr(_is_possible())
+"""Whether kernels are launched early"""
+
+
+@triton.jit
+def after_previous():
+    """Wait for all that the kernels before this one have written, and let the next one begin."""
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+        # Not earlier: the next kernel may then rely on what was written before this one.
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
+    """Have the lines of 128 bytes at these places read into the card's cache."""
+    if OVERLAP:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; // $0",
+            "=r,l",
+            [pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
