@@ -61,11 +61,25 @@ PRODUCTS: dict[str, Sizes] = {
     },
 }
 
+
+def only(block: int, *sizes: int) -> tuple[int, ...]:
+    """Return this number of keys, in place of ``tree_attention.blocks``."""
+    return (block,)
+
+
 ATTENTION: dict[str, Sizes] = {
     "as it is": {},
-    **{f"{n} rows": {"MOST_MEMBERS": n} for n in (1, 2, 4, 8)},
-    **{f"{n} keys at a time": {"BLOCKS": (n,)} for n in (32, 64, 128)},
-    **{f"{n} warps": {"WARPS": n} for n in (1, 2, 8)},
+    **{f"at most {n} rows": {"MOST_MEMBERS": n} for n in (1, 2, 4, 8)},
+    **{f"{n} keys at a time": {"blocks": partial(only, n)} for n in (32, 64, 128)},
+    **{
+        f"at most {n} rows, {keys} keys at a time": {
+            "MOST_MEMBERS": n,
+            "blocks": partial(only, keys),
+        }
+        for n in (4, 8)
+        for keys in (32, 64)
+    },
+    **{f"{n} warps": {"WARPS": n} for n in (2, 8)},
 }
 
 SELECTION: dict[str, Sizes] = {
