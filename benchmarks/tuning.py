@@ -51,7 +51,7 @@ def cut_into(width: int, parts: int, rows: int, inputs: int, *others: object) ->
 
 PRODUCTS: dict[str, Sizes] = {
     "as it is": {},
-    **{f"{n} steps fetched before": {"PREFETCHED": n} for n in (0, 8)},
+    "launched one after the other": {"early": dict},
     **{f"at most {n} stages": {"MOST_STAGES": n} for n in (3, 4, 6)},
     **{f"{n} outputs for a warp": {"COLUMNS_OF_A_WARP": n} for n in (16, 64)},
     **{
@@ -69,16 +69,11 @@ def only(block: int, *sizes: int) -> tuple[int, ...]:
 
 ATTENTION: dict[str, Sizes] = {
     "as it is": {},
-    **{f"at most {n} rows": {"MOST_MEMBERS": n} for n in (1, 2, 4, 8)},
-    **{f"{n} keys at a time": {"blocks": partial(only, n)} for n in (32, 64, 128)},
     **{
-        f"at most {n} rows, {keys} keys at a time": {
-            "MOST_MEMBERS": n,
-            "blocks": partial(only, keys),
-        }
-        for n in (4, 8)
-        for keys in (32, 64)
+        f"at most {n} rows": {"MOST_MEMBERS": n, "MOST_WIDE_MEMBERS": n, "ENOUGH_PROGRAMS": 0}
+        for n in (1, 2, 4, 8, 16)
     },
+    **{f"{n} keys at a time": {"blocks": partial(only, n)} for n in (32, 64, 128)},
     **{f"{n} warps": {"WARPS": n} for n in (2, 8)},
 }
 

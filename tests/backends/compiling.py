@@ -53,7 +53,6 @@ TREE = HALF | {
 }
 TREE |= {"cosines": "*fp16", "sines": "*fp16"}
 PRODUCT = {"out": "*fp16", "ROWS": 64, "MORE": 16, "COLUMNS": 128, "DEPTH": 64, "STAGES": 5}
-PRODUCT |= {"PREFETCHED": 4}
 ROWS = {"parents": "*i64", "PADDED": 8}
 PERTURBED = {"keys": "*i64", "num_warps": 8}
 
@@ -94,7 +93,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "noise._uniform": [{"BLOCK": 1024}],
     "poisson_programs.without_head": [{"GROUP": 16, "TERMS": 8}],
     "poisson_programs.tail": [{"num_warps": 8}],
-    "poisson_programs.draw": [{"GROUP": 16, "num_warps": 8}],
+    "poisson_programs.draw": [{"GROUP": 32, "num_warps": 16}],
     "poisson_programs.inclusion": [{}],
     "reading._read": [{"TERMS": 8, "GROUP": 32, "RUN": 16, "factor": "fp32"}],
     "reading._normalize": [{"BLOCK": 512}],

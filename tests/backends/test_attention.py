@@ -236,7 +236,7 @@ def check_little_shared_memory() -> None:
     right, tried = tree_attention.attend, list[int]()
 
     class Small:
-        most = 64
+        most = 32
 
         def __getitem__(self, grid: Any) -> Callable[..., None]:
             def launch(*args: Any, **kwargs: Any) -> None:
@@ -254,10 +254,10 @@ def check_little_shared_memory() -> None:
     ):
         check_by_table(case, None, None, None)
         check_by_table(case, None, None, None)
-        assert tried == [128, 64, 64]
+        assert tried == [64, 32, 32]
         Small.most = 0
         check_by_table(case, *case.masks(case.window)[1], None)
-        assert tried[3:] == [128, 64, 32]
+        assert tried[3:] == [64, 32]
 
 
 @pytest.mark.parametrize(

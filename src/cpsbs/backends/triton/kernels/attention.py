@@ -20,6 +20,7 @@ from triton.runtime.errors import OutOfResources
 
 from cpsbs.backends.triton.kernels import attention_programs as programs
 from cpsbs.backends.triton.kernels import tree_attention as tree
+from cpsbs.backends.triton.kernels.overlap import early
 
 TILE = {False: 1024, True: 4096}
 """Elements of the keys, and of the values, that a program reads at a time: with one query (False),
@@ -123,7 +124,8 @@ def attend_in_tree(
     sources, k, capacity = place.shape
     kv_heads, dtype = cache[0].shape[1], cache[0].dtype
     group = heads // kv_heads
-    members = tree.members(k, group)
+    width = dim * dtype.itemsize
+    members = tree.members(k, group, width, sources * kv_heads)
     out = torch.empty((rows, 1, heads, dim), dtype=dtype, device=query.device)
     if parts is None:
         query, new = _dense(query), (_dense(new[0]), _dense(new[1]))
@@ -133,7 +135,7 @@ def attend_in_tree(
     count = 1 if parts is None else len(parts)
     kind = (query.device, dtype, dim, group, members, count, mask is None, bias is None)
     programs = sources * triton.cdiv(k, members)
-    for block in _blocks(kind, tree.blocks(dim, dtype.itemsize, programs * kv_heads)):
+    for block in _blocks(kind, tree.blocks(width)):
         try:
             tree.attend[(programs, kv_heads)](
                 *(out, query, query.stride(0), query.stride(1)),
@@ -146,7 +148,7 @@ def attend_in_tree(
                 GROUP=group, QUERIES=queries, MEMBERS=members,
                 PADDED=triton.next_power_of_2(members),
                 HALF=dim // 2, BLOCK=block, PARTS=count, EARLY=parts is not None,
-                num_warps=tree.WARPS,
+                num_warps=tree.WARPS, **({} if parts is None else early()),
             )  # fmt: skip
         except OutOfResources:  # it was not launched
             _TOO_LARGE[kind] = block

@@ -6,7 +6,6 @@ import triton
 import triton.language as tl
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 
 @triton.jit
@@ -50,7 +49,6 @@ def own(
     value into the cache at the row's position. Other programs may read this row at the same time,
     but only at earlier positions.
     """
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)
@@ -146,7 +144,6 @@ def shared(
 
     They share keys and values [length, DIM]; each has DIM outputs.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1).to(tl.int64)
     kv_heads = tl.num_programs(1)

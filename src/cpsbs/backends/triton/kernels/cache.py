@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 TILE = 8192
 """The most elements that a program holds in registers."""
@@ -25,7 +24,6 @@ def _advance(
 
     Everything is read before anything is written, as rows exchange their entries.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     start = tl.program_id(1) * BLOCK
     here = tl.load(position + source)
@@ -71,7 +69,6 @@ def _move(
 
     There is a program for each state, source, head and block.
     """
-    after_previous()
     program = tl.program_id(0).to(tl.int64)
     block = program % blocks
     head = program // blocks % heads

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
-from cpsbs.backends.triton.kernels.overlap import after_previous
 from cpsbs.scores.candidates import Candidates, Selection
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ def _extend(
 
     The outputs may be the inputs, so everything is read before anything is written.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     place = source * k + tl.arange(0, PLACES)
     here = tl.arange(0, PLACES) < k
@@ -117,7 +115,6 @@ def _close(scores, present, finished, tokens, BLOCK: tl.constexpr):
 
     The scores of other rows are neither read nor written.
     """
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(present + row) == 0) | (tl.load(finished + row) != 0):
         token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -1,10 +1,10 @@
 """Products of few rows with large matrices, as the layers of a decoding step need them.
 
 What takes the time is reading: the matrices from the memory, and the rows from the cache, which
-every program reads as well. So the work is cut into one program for each multiprocessor, of as many
-outputs and inputs as ``best_cut`` finds best. Where the inputs are cut, programs leave sums over their
-parts, in float32, and whatever reads the result adds these up, in the same order every time. So
-there are few launches, and none of them only adds.
+every program reads as well. So there is about one program for each multiprocessor, of as many
+outputs and inputs as ``best_cut`` finds best. Where the inputs are cut, programs leave sums over
+their parts, in float32, and whatever reads the result adds these up, in the same order every time.
+So there are few launches, and none of them only adds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous, prefetch
+from cpsbs.backends.triton.kernels.overlap import after_previous, early
 
 MOST_ROWS = 128
 """The most rows for which these kernels are made: a program holds results of all rows."""
@@ -26,7 +26,7 @@ MOST_ROWS = 128
 PROGRAMS, SHARED = 132, 227 * 1024
 """Multiprocessors, and the bytes of shared memory of each, where the card does not tell"""
 
-DEPTH, MOST_STAGES = 64, 6
+DEPTH, MOST_STAGES = 64, 8
 """Inputs that a program multiplies at a time, and how many times as many are on their way."""
 
 WIDTH, LEAST_COLUMNS, MOST_COLUMNS = 16, 64, 256
@@ -41,26 +41,17 @@ READ_BY_A_PROGRAM, READ_BY_ALL, WRITTEN_BY_A_PROGRAM, START = 70_000, 3_800_000,
 compares cuts. On an H200 products take within a quarter of what follows from these, and the chosen
 cut is among the fastest (``python -m benchmarks.tuning products``)."""
 
-PREFETCHED = 4
-"""How many times DEPTH inputs of the matrices are on their way before the rows can be read."""
-
 COLUMNS_OF_A_WARP = 32
 """Outputs for each warp of a program"""
 
 
 @triton.jit
-def _places(weight, column, width, size, start, inputs, COLUMNS: tl.constexpr):
+def _places(weight, column, width, size, inputs, COLUMNS: tl.constexpr):
     """Return pointers [COLUMNS] to the weights of some outputs, and which of these there are."""
     own = tl.arange(0, COLUMNS)
     there = (own < width) & (column + own < size)
     own = tl.where(there, column + own, column)
-    return weight + own.to(tl.int64) * inputs + start, there
-
-
-@triton.jit
-def _prefetch(places, start, stop, PREFETCHED: tl.constexpr, DEPTH: tl.constexpr):
-    for step in tl.static_range(PREFETCHED):
-        prefetch(places + tl.minimum(step * DEPTH, stop - start - DEPTH))
+    return weight + own.to(tl.int64) * inputs, there
 
 
 @triton.jit
@@ -83,7 +74,7 @@ def _parts(
     x, first, second, third, out, count, inputs, outputs, first_size, second_size, third_size,
     width, steps,
     ROWS: tl.constexpr, MORE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCHED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, part): sums over ``steps`` · DEPTH inputs for ``width`` outputs.
 
@@ -100,8 +91,7 @@ def _parts(
         weight, size, at = second, second_size, first_size
     start = part * steps * DEPTH
     stop = tl.minimum(start + steps * DEPTH, inputs)
-    weight, there = _places(weight, tile * width, width, size, 0, inputs, COLUMNS)
-    _prefetch(weight + start, start, stop, PREFETCHED, DEPTH)
+    weight, there = _places(weight, tile * width, width, size, inputs, COLUMNS)
     after_previous()
     weight = weight[:, None] + tl.arange(0, DEPTH)[None, :]
     a_at, a_there = _rows(x, 0, count, inputs, ROWS, DEPTH)
@@ -131,14 +121,12 @@ def _silu_times(x, factor):
 def _gated(
     x, gate, up, out, count, inputs, outputs, width,
     ROWS: tl.constexpr, MORE: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    STAGES: tl.constexpr, PREFETCHED: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Program (tile): silu(x · gateᵀ) · (x · upᵀ) for ``width`` outputs of ROWS + MORE rows."""
     at = tl.program_id(0) * width
-    gate, there = _places(gate, at, width, outputs, 0, inputs, COLUMNS)
-    up, _ = _places(up, at, width, outputs, 0, inputs, COLUMNS)
-    _prefetch(gate, 0, inputs, PREFETCHED, DEPTH)
-    _prefetch(up, 0, inputs, PREFETCHED, DEPTH)
+    gate, there = _places(gate, at, width, outputs, inputs, COLUMNS)
+    up, _ = _places(up, at, width, outputs, inputs, COLUMNS)
     after_previous()
     gate = gate[:, None] + tl.arange(0, DEPTH)[None, :]
     up = up[:, None] + tl.arange(0, DEPTH)[None, :]
@@ -276,7 +264,7 @@ def _sizes(rows: int, width: int, matrices: int, shared: int) -> dict[str, int]:
     step = 2 * DEPTH * (columns * matrices + first + second)
     return {
         "ROWS": first, "MORE": second, "COLUMNS": columns, "DEPTH": DEPTH,
-        "STAGES": min(MOST_STAGES, max(2, (shared - 4096) // step)), "PREFETCHED": PREFETCHED,
+        "STAGES": min(MOST_STAGES, max(2, (shared - 4096) // step)),
         "num_warps": max(4, columns * matrices // COLUMNS_OF_A_WARP),
     }  # fmt: skip
 
@@ -296,7 +284,7 @@ def products_in_parts(x: Tensor, *weights: Tensor) -> Tensor:
     _parts[(_tiles(cut.width, outputs), cut.parts)](
         x, *weights, *weights[-1:] * missing, out, rows, inputs, sum(outputs),
         *outputs, *(0,) * missing, cut.width, cut.steps,
-        **_sizes(rows, cut.width, 1, card.shared),
+        **_sizes(rows, cut.width, 1, card.shared), **early(),
     )  # fmt: skip
     return out
 
@@ -308,8 +296,9 @@ def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     width = best_cut(rows, inputs, (outputs,), 2, card.programs).width
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     _gated[(-(-outputs // width),)](
-        x, gate, up, out, rows, inputs, outputs, width, **_sizes(rows, width, 2, card.shared)
-    )
+        x, gate, up, out, rows, inputs, outputs, width,
+        **_sizes(rows, width, 2, card.shared), **early(),
+    )  # fmt: skip
     return out
 
 
@@ -319,6 +308,6 @@ def add_and_normalize(parts: Tensor, hidden: Tensor, weight: Tensor, eps: float)
     normed, block = torch.empty_like(hidden), triton.next_power_of_2(size)
     _finish[(rows,)](
         parts, hidden, weight, normed, rows, size, eps,
-        PARTS=len(parts), BLOCK=block, num_warps=min(16, max(1, block // 256)),
+        PARTS=len(parts), BLOCK=block, num_warps=min(16, max(1, block // 256)), **early(),
     )  # fmt: skip
     return normed

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, log_odds, scaled
-from cpsbs.backends.triton.kernels.overlap import after_previous
 from cpsbs.scores.reading import Chunks
 
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)
@@ -257,7 +256,6 @@ def _choose(
     At least m of their members are no less than the level. If HELD > 0, a program holds the keys of
     all chunks, at most HELD, in registers.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature)
     count = parents * chunks
@@ -293,7 +291,6 @@ def _collect(
     that programs append in any order. The places of those on the level are noted in ``tied``, in
     their order and from the first place of the segment on, and their number in ``ties``.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     slot = segment * GROUP + tl.arange(0, GROUP)
@@ -368,7 +365,6 @@ def _rank(
 
     Members on the level follow in the order of their places if there are not enough above it.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     inverse_temperature = tl.load(inverse_temperature)

@@ -20,7 +20,6 @@ from cpsbs.backends.triton.kernels.finding import nth_largest, taken
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import host_number, one_minus_exp, scaled, softplus
-from cpsbs.backends.triton.kernels.overlap import after_previous
 from cpsbs.randomness import Counters
 from cpsbs.scores.candidates import Candidates, Selection
 
@@ -82,7 +81,6 @@ def _chunk_scores(
     maxima, sums, offset, score, seeds, counts, inverse_temperature, keys, parents, chunks
 ):
     """Program (source, parent): perturb all chunks of the parent, given the parent's score."""
-    after_previous()
     source, parent = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = source * parents + parent
     seed, stream = tl.load(seeds + source), tl.load(counts + source) << 32
@@ -145,7 +143,6 @@ def _choose_chunks(
     keys, found, places, chosen, tops, m, parents, chunks, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Find the m chunks of one source with the largest scores, in descending order."""
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     count = parents * chunks
     found += source * m
@@ -167,7 +164,6 @@ def _member_scores(
     LENGTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (source, block): perturb the LENGTH members of GROUP of the source's m chunks."""
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     here = slot < m
@@ -195,7 +191,6 @@ def _choose(
     LENGTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Select K of one source's m · LENGTH candidates, in descending order, and its threshold."""
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     found += source * m
     places += source * m

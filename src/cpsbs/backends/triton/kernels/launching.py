@@ -22,11 +22,6 @@ import triton
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.errors import OutOfResources
 
-from cpsbs.backends.triton.kernels.overlap import OVERLAP
-
-launched_early = True
-"""Whether kernels are launched early (``overlap``) where that is possible"""
-
 MOST_THREADS = 16
 """The most kernels that are compiled at the same time."""
 
@@ -46,15 +41,10 @@ class NotWrittenError(Exception):
 
 
 class Kernel(triton.JITFunction):  # type: ignore[misc, unused-ignore]
-    """A function of Triton's that is only compiled inside of ``compiling_only``.
-
-    It calls ``after_previous`` before it reads what other kernels have written, or writes itself.
-    """
+    """A function of Triton's that is only compiled inside of ``compiling_only``."""
 
     def run(self, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         """Launch the kernel, or let it be compiled."""
-        if OVERLAP.value:
-            kwargs.setdefault("launch_pdl", launched_early)
         if (ask := _here.ask) is None:
             return super().run(*args, grid=grid, warmup=warmup, **kwargs)
         return ask(super().run, *args, grid=grid, warmup=True, **kwargs)

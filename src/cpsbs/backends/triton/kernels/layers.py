@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 BLOCK = 2048
 """Numbers that a program of ``_silu`` handles"""
@@ -20,7 +19,6 @@ BLOCK = 2048
 @kernel
 def _rms(x, weight, out, dim, eps, BLOCK: tl.constexpr):
     """Program (row): x / √(mean of x² + eps) · weight."""
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
     here = place < dim
@@ -56,7 +54,6 @@ def _rotate(
     HALF: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
 ):  # fmt: skip
     """Program (row): rotary embedding of the row's queries and keys, in place."""
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     first = tl.arange(0, HALF)
     second = HALF + first
@@ -87,7 +84,6 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> None:
 @kernel
 def _silu(x, factor, count, BLOCK: tl.constexpr):
     """Program (block): x / (1 + e^−x) · factor, in place of x."""
-    after_previous()
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = place < count
     value = tl.load(x + place, mask=here, other=0.0).to(tl.float32)

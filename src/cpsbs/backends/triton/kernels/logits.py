@@ -7,7 +7,6 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 BLOCK = 4096
 
@@ -15,7 +14,6 @@ BLOCK = 4096
 @kernel
 def _add(out, logits, bias, tokens, BLOCK: tl.constexpr):
     """Program (row, block): add BLOCK entries of the bias to those of the row."""
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens

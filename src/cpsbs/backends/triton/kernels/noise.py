@@ -8,7 +8,6 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 BLOCK = 1024
 
@@ -28,7 +27,6 @@ def uniform64(seed, place):
 @kernel
 def _uniform(seeds, counts, rows, out, each, BLOCK: tl.constexpr):
     """Program (row, block): write BLOCK of the row's ``each`` numbers."""
-    after_previous()
     a = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + a)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

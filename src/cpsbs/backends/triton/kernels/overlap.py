@@ -1,10 +1,13 @@
 """Kernels that are launched while the one before them is still running.
 
-Between two kernels a GPU is idle for about a microsecond, and a decoding step has hundreds of them.
-From compute capability 9.0 on, a kernel can be launched before the one before it has ended: it
-starts as soon as all programs of that one have called ``after_previous``, or have ended, and waits
-in its own call until all that was written before can be read. What it does above that call may only
-depend on what was written before its predecessor began.
+Between two kernels a GPU is idle for about a microsecond, and the layers of a decoding step have
+hundreds of them. From compute capability 9.0 on, a kernel can be launched before the one before it
+has ended: it starts as soon as all programs of that one have called ``after_previous``, or have
+ended, and waits in its own call until all that was written before can be read. What it does above
+that call may only depend on what was written before its predecessor began.
+
+Only kernels in which every program has little to do before its first load gain by it. The others
+are launched as usual: their programs would only take the place of those that still run.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ def _is_possible() -> bool:
 
 OVERLAP: tl.constexpr = tl.constexpr(_is_possible())
 """Whether kernels are launched early"""
+
+
+def early() -> dict[str, bool]:
+    """Return how a kernel is launched that calls ``after_previous``."""
+    return {"launch_pdl": True} if OVERLAP.value else {}
 
 
 @triton.jit

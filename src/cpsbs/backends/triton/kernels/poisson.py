@@ -45,10 +45,10 @@ TAIL_WARPS = 8
 TAIL_REGISTERS = 128
 """Registers of a thread of ``tail``: with more, a multiprocessor would hold a single program"""
 
-DRAW_WARPS = 8
+DRAW_WARPS = 16
 """Warps of a program of ``draw``"""
 
-DRAWN = 16
+DRAWN = 32
 """Items of the tail that are drawn at a time"""
 
 

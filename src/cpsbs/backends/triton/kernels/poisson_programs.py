@@ -9,7 +9,6 @@ from cpsbs.backends.triton.kernels import POWER_SUMS
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import scaled, softplus
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 TERMS: tl.constexpr = tl.constexpr(POWER_SUMS)
 """Power sums. The terms of the series that are left out are below 1e-8, see
@@ -63,7 +62,6 @@ def without_head(
     LENGTH: tl.constexpr, GROUP: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """Program (source, block): TERMS sums of powers of e^{log p − unit}, without the head."""
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     slot = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     here = slot < slots
@@ -89,7 +87,6 @@ def tail(
     ODDS: tl.constexpr,
 ):  # fmt: skip
     """Program (source, block): running masses of BLOCK chunks, and COLUMNS sums over them."""
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     count = parents * chunks
@@ -200,7 +197,6 @@ def draw(
     POINTS: tl.constexpr, BLOCKS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Draw the sample of one source: K items, their weights, and what ``inclusion`` needs."""
-    after_previous()
     inverse_temperature = tl.load(inverse_temperature)
     source = tl.program_id(0).to(tl.int64)
     head += source * m
@@ -365,7 +361,6 @@ def inclusion(
 
     It handles PLACES of the K items i of the source.
     """
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     number = tl.program_id(1) * PLACES + tl.arange(0, PLACES)
     here = number < k

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.numbers import host_number, scaled
-from cpsbs.backends.triton.kernels.overlap import after_previous
 
 THREADS = 128
 """The threads of a program that reads"""
@@ -42,7 +41,6 @@ def _read(
     a sum is added up inside of a thread: exchanging numbers between threads would take longer than
     the reading. ``factor`` is log2 e over the temperature.
     """
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     token = (chunk * LENGTH)[:, None] + tl.arange(0, RUN)[None, :]
@@ -86,7 +84,6 @@ def _normalize(
     maxima, sums, log_prob, log_total, offset, chunks, inverse_temperature, BLOCK: tl.constexpr
 ):
     """Compute log Σ e^{maximum / temperature} · sum over the chunks of one row."""
-    after_previous()
     row = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature)
     top = tl.full((), -float("inf"), tl.float64)

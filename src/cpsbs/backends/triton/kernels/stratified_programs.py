@@ -8,7 +8,6 @@ import triton.language as tl
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.noise import uniform64
 from cpsbs.backends.triton.kernels.numbers import scaled
-from cpsbs.backends.triton.kernels.overlap import after_previous
 from cpsbs.backends.triton.kernels.poisson_programs import unit_of
 
 RANKED: tl.constexpr = tl.constexpr(128)
@@ -45,7 +44,6 @@ def begin(
 
     The first program of a source also subtracts what its parents were included with.
     """
-    after_previous()
     source, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     seed, stream = tl.load(seeds + source), tl.load(counts + source) << 32
     if block == 0:
@@ -80,7 +78,6 @@ def masses(
     LENGTH: tl.constexpr,
 ):  # fmt: skip
     """Program (source, parent): running masses of the parent's chunks, in the random order."""
-    after_previous()
     source, parent = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = source * parents + parent
     unit = unit_of(head + source * k, k)
@@ -152,7 +149,6 @@ def draw(
     GROUP: tl.constexpr, FULL_SHARE: tl.constexpr, FORBIDDEN: tl.constexpr,
 ):  # fmt: skip
     """Draw K candidates of one source. ``until``, ``notes``, ``drawn``, ``picked`` are scratch."""
-    after_previous()
     source = tl.program_id(0).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature)
     scores += source * parents * tokens

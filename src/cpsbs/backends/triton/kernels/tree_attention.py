@@ -17,29 +17,33 @@ from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weight
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.overlap import after_previous, prefetch
 
-BLOCKS = (128, 64, 32)
-"""Keys that a program multiplies at a time: one of these for which it has enough memory."""
+BLOCKS = (64, 32)
+"""Keys that a program multiplies at a time: the first of these for which it has enough memory."""
 
 WIDE = 128
-"""The most bytes of a head with which a program has enough registers for the most keys."""
+"""With more bytes in a head, a program has registers for fewer keys and rows."""
 
 WARPS = 4
 
-MOST_MEMBERS, QUERIES = 16, 16
+MOST_MEMBERS, MOST_WIDE_MEMBERS, QUERIES = 16, 8, 16
 """The most rows that a program handles, as long as these have no more queries that share keys."""
 
-FEW_PROGRAMS, MANY_PROGRAMS = 200, 400
-"""Up to so many programs read the most keys at a time. With more programs than the second number,
-they read the fewest: a multiprocessor then has more programs that wait for keys."""
+ENOUGH_PROGRAMS = 256
+"""With fewer programs than these, every row has its own: nothing is gained by reading less."""
 
 
-def members(k: int, group: int) -> int:
-    """Return how many of K rows, with ``group`` queries each, a program handles.
+def members(k: int, group: int, width: int, heads: int) -> int:
+    """Return how many of K rows a program handles.
 
-    They are divided evenly among as few programs as possible.
+    Args:
+        k: the rows of a source; they are divided evenly among as few programs as possible.
+        group: the queries of a row that share keys.
+        width: the bytes of a head.
+        heads: the heads of all sources that have keys of their own.
     """
-    most = max(1, min(MOST_MEMBERS, QUERIES // group))
-    return -(-k // -(-k // most))
+    most = MOST_MEMBERS if width <= WIDE else MOST_WIDE_MEMBERS
+    programs = -(-k // max(1, min(most, QUERIES // group)))
+    return -(-k // programs) if programs * heads >= ENOUGH_PROGRAMS else 1
 
 
 def most_group(dim: int, itemsize: int) -> int:
@@ -54,11 +58,9 @@ def most_group(dim: int, itemsize: int) -> int:
     return 64 if dim <= 64 else 32
 
 
-def blocks(dim: int, itemsize: int, programs: int) -> tuple[int, ...]:
-    """Return which of ``BLOCKS`` to try, for heads of this size and so many programs."""
-    wide = 1 if dim * itemsize > WIDE else 0
-    many = 0 if programs <= FEW_PROGRAMS else 1 if programs <= MANY_PROGRAMS else 2
-    return BLOCKS[max(wide, many) :]
+def blocks(width: int) -> tuple[int, ...]:
+    """Return which of ``BLOCKS`` to try, for heads of so many bytes."""
+    return BLOCKS if width <= WIDE else BLOCKS[1:]
 
 
 SCANNED: tl.constexpr = tl.constexpr(256)
