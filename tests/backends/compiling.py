@@ -27,12 +27,12 @@ TYPES = {
     "*i32": "slot_of bits chosen keys places place order levels sizes ties tied",
     "*i1": "present finished new_present new_finished broken selected",
     "*fp32": "maxima sums",
-    "*fp16": "scores states query new_keys new_values mask bias logits x weight factor frequencies"
-    " first second third gate up hidden normed ahead",
+    "*fp16": "scores states query new_keys new_values mask bias logits x weight factor"
+    " first second third gate up hidden normed",
     "i32": "k m slots parents tokens chunks blocks table stride each ends pad capacity sources"
     " heads inner dim q_row q_head nk_row nk_head nv_row nv_head m_row m_head m_place b_row b_head"
     " b_place cos_row kv_heads count step c_row inputs outputs width steps size"
-    " first_size second_size third_size segments programs most ahead_size half",
+    " first_size second_size third_size segments programs most",
     "fp32": "log_low log_high log_limit scaling eps",
 }
 """The types of arguments by their names, which mean the same in nearly all kernels."""
@@ -51,7 +51,7 @@ TREE = HALF | {
     "PARTS": 1,
     "EARLY": False,
 }
-TREE |= {"cosines": "*fp16", "sines": "*fp16", "THREADS": 128}
+TREE |= {"cosines": "*fp16", "sines": "*fp16"}
 PRODUCT = {"out": "*fp16", "ROWS": 64, "MORE": 16, "COLUMNS": 128, "DEPTH": 64, "STAGES": 5}
 ROWS = {"parents": "*i64", "PADDED": 8}
 PERTURBED = {"keys": "*i64", "num_warps": 8}
@@ -77,9 +77,7 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
         PRODUCT | {"out": "*fp32", "MORE": 0, "COLUMNS": 256, "num_warps": 8},
     ],
     "few_rows._gated": [PRODUCT | {"num_warps": 8}, PRODUCT | {"MORE": 0, "COLUMNS": 64}],
-    "few_rows._finish": [
-        {"parts": "*fp32", "PARTS": 4, "BLOCK": 2048, "THREADS": 256, "num_warps": 8}
-    ],
+    "few_rows._finish": [{"parts": "*fp32", "PARTS": 4, "BLOCK": 2048}],
     "cache._advance": [ROWS | {"BLOCK": 32}],
     "cache._move": [ROWS | {"BLOCK": 1024, "num_warps": 8}],
     "extending._extend": [{"INCLUSION": True, "PARENTS": 16, "num_warps": 1}],
@@ -88,7 +86,6 @@ VARIANTS: dict[str, list[dict[str, Any]]] = {
     "gumbel._choose_chunks": [PERTURBED | {"BLOCK": 8192, "num_warps": 16}],
     "gumbel._member_scores": [PERTURBED | {"GROUP": 16}],
     "gumbel._choose": [PERTURBED | {"BLOCK": 2048}],
-    "layers._angles": [{"cosines": "*fp16", "sines": "*fp16", "BLOCK": 32, "num_warps": 1}],
     "layers._rms": [{"out": "*fp16", "BLOCK": 2048}],
     "layers._rotate": [{"HALF": 32, "HEADS": 32, "KV_HEADS": 8}],
     "layers._silu": [{"BLOCK": 2048}],

@@ -101,33 +101,6 @@ def check_products() -> None:
     assert not few_rows.suits(80, 256, 100)
 
 
-def check_angles() -> None:
-    """Cosines and sines are those of transformers; those that depend on lengths are left to it."""
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    model = few("cpu", torch.float32)
-    position = torch.tensor([[0], [1], [37], [4095]])
-    x = torch.zeros(4, 1, 64)
-    kinds: list[tuple[dict[str, Any], bool]] = [
-        ({"rope_type": "default"}, True),
-        ({"rope_type": "linear", "factor": 4.0}, True),
-        ({"rope_type": "yarn", "factor": 4.0}, True),
-        ({"rope_type": "dynamic", "factor": 4.0}, False),
-    ]
-    for kind, constant in kinds:
-        model.config.rope_parameters = {"rope_theta": 10_000.0} | kind
-        embedding = model.model.rotary_emb = LlamaRotaryEmbedding(model.config)
-        expected = embedding(x, position)
-        with fusing.fused_layers(model) as any_layers:
-            assert any_layers
-            assert ("forward" in vars(embedding)) == constant
-            found = embedding(x, position)
-            several = embedding(x[:1], position.T)  # not one token of each row
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(several, embedding(x[:1], position.T), rtol=0, atol=0)
-        assert "forward" not in vars(embedding)
-
-
 def check_more_rows_than_fit() -> None:
     """Kernels that suit one search may need more memory than there is for another."""
     let_the_interpreter_multiply_bfloat16()
@@ -233,7 +206,7 @@ def check_other_threads() -> None:
 
 
 FEW = [
-    *(check_products, check_few_rows, check_angles, check_more_rows_than_fit),
+    *(check_products, check_few_rows, check_more_rows_than_fit),
     *(check_fewer_sources, check_fusing_is_given_up, check_other_threads),
 ]
 

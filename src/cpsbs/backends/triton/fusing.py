@@ -84,11 +84,6 @@ def _replaced_layers(model: Any) -> Iterator[bool]:
             ours = functools.partial(_final, last, last.forward, normed)
             last.forward = _in_this_thread(ours, last.forward)
             replaced.append(last)
-        for embedding in modules:
-            if layers and _has_constant_frequencies(embedding):
-                ours = functools.partial(_rotary, embedding, embedding.forward)
-                embedding.forward = _in_this_thread(ours, embedding.forward)
-                replaced.append(embedding)
         yield bool(layers)
     finally:
         for layer in replaced:
@@ -124,24 +119,6 @@ def _final(norm: Any, original: Callable[..., Any], normed: Normed, hidden_state
     if queries != 1 or hidden_states.dtype not in DTYPES or not hidden_states.is_contiguous():
         return original(hidden_states)
     return normed.take(norm, hidden_states.view(rows, dim)).view_as(hidden_states)
-
-
-def _has_constant_frequencies(module: Any) -> bool:
-    """Return whether this is a rotary embedding whose frequencies do not depend on lengths."""
-    if type(module).__name__ != "LlamaRotaryEmbedding" or _is_changed(module):
-        return False
-    return "dynamic" not in module.rope_type and module.rope_type != "longrope"
-
-
-def _rotary(embedding: Any, original: Callable[..., Any], x: Tensor, position_ids: Tensor) -> Any:
-    """Compute the cosines and sines of a rotary embedding for one token of each row."""
-    if position_ids.shape[1:] != (1,) or x.dtype not in DTYPES:
-        return original(x, position_ids)
-    from cpsbs.backends.triton.kernels.layers import rotary_angles
-
-    return rotary_angles(
-        position_ids, embedding.inv_freq.contiguous(), embedding.attention_scaling, x.dtype
-    )
 
 
 def can_fuse(model: Any) -> bool:
@@ -267,12 +244,12 @@ def _of_few_rows(
         return False
     assert isinstance(held, TableLayer)
     parts = few_rows.products_in_parts(normed, *attending)
-    attended = held.attend_to_parts(parts, angles, mask, attention.scaling, out)
+    attended = held.attend_to_parts(parts, angles, mask, attention.scaling)
     if attended is None:
         return False
     parts = few_rows.products_in_parts(attended.view(len(hidden), -1), out)
     norm = layer.post_attention_layernorm
-    normed = few_rows.add_and_normalize(parts, hidden, norm.weight, norm.variance_epsilon, gate)
+    normed = few_rows.add_and_normalize(parts, hidden, norm.weight, norm.variance_epsilon)
     parts = few_rows.products_in_parts(few_rows.gated_product(normed, gate, up), down)
     normed = few_rows.add_and_normalize(parts, hidden, after.weight, after.variance_epsilon)
     prepared.keep(after, hidden, normed)

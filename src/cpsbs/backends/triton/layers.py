@@ -143,12 +143,7 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         )
 
     def attend_to_parts(
-        self,
-        parts: Tensor,
-        angles: tuple[Tensor, Tensor],
-        mask: Tensor | None,
-        scaling: float,
-        ahead: Tensor,
+        self, parts: Tensor, angles: tuple[Tensor, Tensor], mask: Tensor | None, scaling: float
     ) -> Tensor | None:
         """Do what ``update`` and ``attend`` do, for queries, keys and values in one tensor.
 
@@ -157,7 +152,6 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
             angles: cosines and sines [rows or 1, dim] of a rotation of queries and new keys.
             mask: what is added to the scores.
             scaling: the factor of the products.
-            ahead: the matrix that the output is multiplied by.
 
         Returns:
             The output [rows, 1, heads, dim], or None if there is no kernel for it.
@@ -176,7 +170,6 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         found = attend_in_tree(
             *(query, (key, value), cache, self._place, clock.position),
             *(mask, None, scaling, parts, angles),
-            ahead=ahead,
         )
         if found is not None:
             self._given, self._read = self._given + 1, self._read + 1

@@ -102,7 +102,6 @@ def attend_in_tree(
     scaling: float | None = None,
     parts: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
-    ahead: Tensor | None = None,
 ) -> Tensor | None:
     """Do what ``attend_by_table`` does where ``suits_tree`` is true.
 
@@ -120,7 +119,6 @@ def attend_in_tree(
         parts: [n, …] numbers of which ``query`` and ``new`` are views of the first part. They are
             sums over all parts.
         angles: cosines and sines [rows or 1, dim] of a rotation of queries and new keys.
-        ahead: a matrix that is needed next. It is only looked at if there are parts.
     """
     rows, heads, _, dim = query.shape
     sources, k, capacity = place.shape
@@ -147,11 +145,10 @@ def attend_in_tree(
                 *(0 if cos is None or len(cos) == 1 else cos.stride(0), *cache, place, position),
                 *_added(mask, rows, heads), *_added(bias, rows, heads),
                 *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
-                *((query, 0) if ahead is None else (ahead, min(tree.FETCHED, ahead.nbytes))),
                 GROUP=group, QUERIES=queries, MEMBERS=members,
                 PADDED=triton.next_power_of_2(members),
                 HALF=dim // 2, BLOCK=block, PARTS=count, EARLY=parts is not None,
-                THREADS=32 * tree.WARPS, num_warps=tree.WARPS, **({} if parts is None else early()),
+                num_warps=tree.WARPS, **({} if parts is None else early()),
             )  # fmt: skip
         except OutOfResources:  # it was not launched
             _TOO_LARGE[kind] = block

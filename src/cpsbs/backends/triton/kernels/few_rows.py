@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous, early, fetch_share
+from cpsbs.backends.triton.kernels.overlap import after_previous, early
 
 MOST_ROWS = 128
 """The most rows for which these kernels are made: a program holds results of all rows."""
@@ -40,9 +40,6 @@ READ_BY_A_PROGRAM, READ_BY_ALL, WRITTEN_BY_A_PROGRAM, START = 70_000, 3_800_000,
 """Bytes a microsecond, and the microseconds before the first of them, by which ``best_cut``
 compares cuts. On an H200 products take within a quarter of what follows from these, and the chosen
 cut is among the fastest (``python -m benchmarks.tuning products``)."""
-
-FETCHED = 8_000_000
-"""The most bytes of the next matrix that are read into the card's cache while sums are added"""
 
 COLUMNS_OF_A_WARP = 32
 """Outputs for each warp of a program"""
@@ -158,15 +155,9 @@ def _gated(
 
 @kernel
 def _finish(
-    parts, hidden, weight, normed, count, size, eps, ahead, ahead_size,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, THREADS: tl.constexpr,
-):  # fmt: skip
-    """Program (row): add the parts to the row, and normalise it by its root mean square.
-
-    Meanwhile the first ``ahead_size`` bytes of the matrix that is needed next are read into the
-    card's cache.
-    """
-    fetch_share(ahead, ahead_size, tl.program_id(0), count, THREADS)
+    parts, hidden, weight, normed, count, size, eps, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (row): add the parts to the row, and normalise it by its root mean square."""
     after_previous()
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, BLOCK)
@@ -311,19 +302,12 @@ def gated_product(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def add_and_normalize(
-    parts: Tensor, hidden: Tensor, weight: Tensor, eps: float, ahead: Tensor | None = None
-) -> Tensor:
-    """Add parts [parts, rows, size] to ``hidden`` [rows, size]; return its RMS norm.
-
-    ``ahead`` is the matrix that the result is multiplied by.
-    """
+def add_and_normalize(parts: Tensor, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Add parts [parts, rows, size] to ``hidden`` [rows, size]; return its RMS norm."""
     rows, size = hidden.shape
     normed, block = torch.empty_like(hidden), triton.next_power_of_2(size)
-    warps = min(16, max(1, block // 256))
     _finish[(rows,)](
         parts, hidden, weight, normed, rows, size, eps,
-        *((hidden, 0) if ahead is None else (ahead, min(FETCHED, ahead.nbytes))),
-        PARTS=len(parts), BLOCK=block, THREADS=32 * warps, num_warps=warps, **early(),
+        PARTS=len(parts), BLOCK=block, num_warps=min(16, max(1, block // 256)), **early(),
     )  # fmt: skip
     return normed

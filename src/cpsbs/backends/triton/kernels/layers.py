@@ -6,7 +6,6 @@ computed in float32 and rounded once.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,42 +33,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
     rows, dim = x.shape
     block = triton.next_power_of_2(dim)
     _rms[(rows,)](x, weight, out, dim, eps, BLOCK=block, num_warps=min(8, max(1, block // 256)))
-
-
-@kernel
-def _angles(position, frequencies, cosines, sines, half, scaling, BLOCK: tl.constexpr):
-    """Program (row): cosines and sines of position · frequency, times ``scaling``, each twice."""
-    row = tl.program_id(0).to(tl.int64)
-    place = tl.arange(0, BLOCK)
-    here = place < half
-    angle = tl.load(position + row).to(tl.float32)
-    angle *= tl.load(frequencies + place, mask=here, other=0.0).to(tl.float32)
-    cosine, sine = tl.cos(angle) * scaling, tl.sin(angle) * scaling
-    at = row * 2 * half + place
-    tl.store(cosines + at, cosine, mask=here)
-    tl.store(cosines + at + half, cosine, mask=here)
-    tl.store(sines + at, sine, mask=here)
-    tl.store(sines + at + half, sine, mask=here)
-
-
-def rotary_angles(
-    position: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines [rows, 1, dim] of a rotary embedding.
-
-    Args:
-        position: [rows, 1] int64.
-        frequencies: [dim / 2], contiguous.
-        scaling: what they are multiplied by.
-        dtype: of the result.
-    """
-    half, rows = len(frequencies), len(position)
-    cosines, sines = torch.empty((2, rows, 1, 2 * half), dtype=dtype, device=position.device)
-    _angles[(rows,)](
-        position.contiguous(), frequencies, cosines, sines, half, scaling,
-        BLOCK=triton.next_power_of_2(half), num_warps=1,
-    )  # fmt: skip
-    return cosines, sines
 
 
 @triton.jit

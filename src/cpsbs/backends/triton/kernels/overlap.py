@@ -55,29 +55,14 @@ def after_previous():
 
 
 @triton.jit
-def fetch(places, size):
-    """Have ``size`` bytes from each of these addresses on read into the card's cache.
-
-    Addresses are int64, and they and the size are multiples of 16.
-    """
+def prefetch(pointers):
+    """Have the lines of 128 bytes at these places read into the card's cache."""
     if OVERLAP:
         tl.inline_asm_elementwise(
-            "cp.async.bulk.prefetch.L2.global [$1], $2; // $0",
-            "=r,l,r",
-            [places, tl.zeros_like(places).to(tl.int32) + size],
+            "prefetch.global.L2 [$1]; // $0",
+            "=r,l",
+            [pointers.to(tl.int64)],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
         )
-
-
-@triton.jit
-def fetch_share(matrix, size, program, programs, THREADS: tl.constexpr):
-    """Have this program's share of the first ``size`` bytes of a matrix read into the cache.
-
-    The next kernel will need it, and this one leaves the memory idle.
-    """
-    share = size // (programs * THREADS * 16) * 16
-    if share > 0:
-        part = program * THREADS + tl.arange(0, THREADS)
-        fetch(matrix.to(tl.int64) + part.to(tl.int64) * share, share)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weights
 from cpsbs.backends.triton.kernels.launching import kernel
-from cpsbs.backends.triton.kernels.overlap import after_previous, fetch, fetch_share
+from cpsbs.backends.triton.kernels.overlap import after_previous, prefetch
 
 BLOCKS = (64, 32)
 """Keys that a program multiplies at a time: the first of these for which it has enough memory."""
@@ -44,10 +44,6 @@ def members(k: int, group: int, width: int, heads: int) -> int:
     most = MOST_MEMBERS if width <= WIDE else MOST_WIDE_MEMBERS
     programs = -(-k // max(1, min(most, QUERIES // group)))
     return -(-k // programs) if programs * heads >= ENOUGH_PROGRAMS else 1
-
-
-FETCHED = 24_000_000
-"""The most bytes of the next matrix that are read into the card's cache meanwhile"""
 
 
 def most_group(dim: int, itemsize: int) -> int:
@@ -129,17 +125,15 @@ def attend(
     cosines, sines, c_row,
     keys, values, place, position,
     mask, m_row, m_head, m_place, bias, b_row, b_head, b_place,
-    k, capacity, scaling, ahead, ahead_size,
+    k, capacity, scaling,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, MEMBERS: tl.constexpr, PADDED: tl.constexpr,
     HALF: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
-    THREADS: tl.constexpr,
 ):  # fmt: skip
     """Program (MEMBERS rows, kv head): attend from their GROUP queries each; write the new keys.
 
     Queries, new keys and new values are sums of PARTS numbers, ``step`` apart. They are rotated if
     there are cosines. If EARLY, only these were written by the kernel before this one, so that the
-    table and the cache can be looked at meanwhile; and the first ``ahead_size`` bytes of a matrix
-    that is needed next are read into the card's cache.
+    table and the cache can be looked at meanwhile.
     """
     if not EARLY:
         after_previous()
@@ -170,17 +164,16 @@ def attend(
     blocks = common_blocks + tl.cdiv(length - shared, BLOCK // MEMBERS)
     past = (source * k * kv_heads + kv_head) * capacity
     if EARLY:
-        programs, program = tl.num_programs(0) * kv_heads, tl.program_id(0) * kv_heads
-        fetch_share(ahead, ahead_size, program + tl.program_id(1), programs, THREADS)
-        size: tl.constexpr = 2 * HALF * keys.dtype.element_ty.primitive_bitwidth // 8
+        line: tl.constexpr = 1024 // keys.dtype.element_ty.primitive_bitwidth
         for block in range(blocks):
             t, whose, held = _slots(
                 block, common_blocks, shared, length, leader, k, MEMBERS, BLOCK
             )  # fmt: skip
             holder = tl.load(table + whose * capacity + t, mask=held, other=0)
             spot = past + tl.where(held, holder.to(tl.int64) * kv_heads * capacity + t, 0)
-            fetch(keys.to(tl.int64) + spot * size, size)
-            fetch(values.to(tl.int64) + spot * size, size)
+            for i in tl.static_range((2 * HALF + line - 1) // line):
+                prefetch(keys + spot * (2 * HALF) + i * line)
+                prefetch(values + spot * (2 * HALF) + i * line)
         after_previous()
 
     at = (row * q_row + head * q_head)[:, None] + half
