@@ -24,7 +24,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -231,6 +231,9 @@ def main() -> None:
         "--sentences", type=int, default=3003, help="translate this many, evenly spread"
     )
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument(
+        "--batches", nargs="*", default=[], metavar="SIZE", help="own, 64, 8 or 1; default: all"
+    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--page", type=Path, help="put the figures into the tables of this page")
     arguments = parser.parse_args()
@@ -244,23 +247,36 @@ def main() -> None:
         )
         name = f"engines_{arguments.device}"
         given = (arguments.device, texts, references, arguments.sentences, arguments.rounds)
-        results = {name: measured(*given)}
+        results = {name: []}
         results["on"] = machine() | {"sentences": arguments.sentences, "rounds": arguments.rounds}
+        for rows in measured(*given, arguments.batches):
+            results[name] += rows
+            if arguments.json:  # a run that is cut off has what it has measured
+                write(arguments.json, results)
         print(table(results[name]))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+    elif arguments.json:
+        write(arguments.json, results)
     if arguments.page:
         arguments.page.write_text(into_readme(arguments.page.read_text(), results))
 
 
+def write(path: Path, results: dict[str, Any]) -> None:
+    """Write JSON."""
+    path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+
+
 def measured(
-    device: str, texts: list[str], references: list[str], sentences: int, rounds: int
-) -> list[Row]:
-    """Return all rows; small batches translate fewer sentences."""
+    device: str,
+    texts: list[str],
+    references: list[str],
+    sentences: int,
+    rounds: int,
+    wanted: list[str],
+) -> Iterator[list[Row]]:
+    """Yield the rows of each batch size; small batches translate fewer sentences."""
     place = PLACES[device]
     models = {w: load("en-fr", device=device, **options) for w, options in place.weights.items()}
     translators: dict[str, Any] = {}
-    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         if find_spec("ctranslate2") is None:
             print("CTranslate2 is not installed: its rows are left out")
@@ -276,10 +292,11 @@ def measured(
                 )
             torch.set_num_threads(threads)
         for batch, fewer in place.batches.items():
-            step = max(1, round(len(texts) * fewer / sentences))
-            given = (engines(place, models, translators, batch), str(batch or "own"))
-            rows += compared(place, *given, texts[::step], references[::step], rounds)
-    return rows
+            name = str(batch or "own")
+            if name in wanted or not wanted:
+                step = max(1, round(len(texts) * fewer / sentences))
+                every = engines(place, models, translators, batch)
+                yield compared(place, every, name, texts[::step], references[::step], rounds)
 
 
 if __name__ == "__main__":

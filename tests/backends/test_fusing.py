@@ -8,6 +8,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -99,6 +101,49 @@ def check_products() -> None:
     assert not few_rows.suits(129, 256, 128)
     assert not few_rows.suits(80, 250, 128)
     assert not few_rows.suits(80, 256, 100)
+
+
+def check_cuts() -> None:
+    """Whatever a product is cut into, it is the same."""
+    random = torch.Generator().manual_seed(0)
+    x = torch.randn((80, 320), generator=random).half()  # five times DEPTH inputs
+    weights = [torch.randn((n, 320), generator=random).half() / 18 for n in (136, 72, 8)]
+    exact = x.double() @ torch.cat(weights).double().T
+    gated = torch.nn.functional.silu(exact[:, :136]) * exact[:, :136]
+    for width, parts, steps in ((16, 1, 5), (48, 2, 3), (64, 3, 2), (128, 5, 1), (256, 2, 3)):
+        cut = few_rows.Cut(min(width, 128), parts, steps)
+        with patch.object(few_rows, "best_cut", lambda *sizes, cut=cut: cut):
+            found = few_rows.products_in_parts(x, *weights)
+            assert len(found) == parts
+            torch.testing.assert_close(found.double().sum(0), exact, rtol=0, atol=1e-5)
+            found = few_rows.gated_product(x, weights[0], weights[0])
+            torch.testing.assert_close(found.double(), gated, rtol=2e-3, atol=2e-3)
+
+
+@given(
+    st.integers(1, 128),
+    st.integers(1, 300),
+    st.lists(st.integers(1, 5000), min_size=1, max_size=3),
+    st.sampled_from([1, 2]),
+    st.sampled_from([16, 108, 132]),
+)
+def test_every_input_is_in_one_part(
+    rows: int, depth: int, eights: list[int], matrices: int, programs: int
+) -> None:
+    outputs = tuple(8 * n for n in eights)
+    cut = few_rows.best_cut(rows, depth * few_rows.DEPTH, outputs, matrices, programs)
+    assert (cut.parts - 1) * cut.steps < depth <= cut.parts * cut.steps
+    assert matrices == 1 or cut.parts == 1
+    assert cut.width % few_rows.WIDTH == 0
+    assert 0 < cut.width <= few_rows.MOST_COLUMNS // matrices
+
+
+@pytest.mark.parametrize("rows", range(1, 129))
+def test_all_rows_have_room(rows: int) -> None:
+    first, second = few_rows._split(rows)
+    assert rows <= first + second <= max(16, 2 * rows)
+    for size in (first, second):
+        assert size == 0 or (size >= 16 and size & (size - 1) == 0)
 
 
 def check_more_rows_than_fit() -> None:
@@ -206,7 +251,7 @@ def check_other_threads() -> None:
 
 
 FEW = [
-    *(check_products, check_few_rows, check_more_rows_than_fit),
+    *(check_products, check_cuts, check_few_rows, check_more_rows_than_fit),
     *(check_fewer_sources, check_fusing_is_given_up, check_other_threads),
 ]
 

@@ -20,20 +20,24 @@ import torch
 import triton
 import triton.language as tl
 
+LEAST_DRIVER = 12_030
+"""The oldest CUDA version of a driver with which such launches can be recorded"""
+
 
 def _is_possible() -> bool:
-    """Return whether all cards can do it, and this version of Triton."""
-    if os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
-        return False
-    if torch.version.hip is not None:
+    """Return whether all cards can do it, their driver, and this version of Triton."""
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    if interpreted or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     from triton.backends.nvidia.compiler import CUDAOptions
 
     known: Any = CUDAOptions
+    if "launch_pdl" not in {option.name for option in fields(known)}:
+        return False
     cards = range(torch.cuda.device_count())
-    return "launch_pdl" in {option.name for option in fields(known)} and all(
-        torch.cuda.get_device_capability(card) >= (9, 0) for card in cards
-    )
+    driver: Any = getattr(torch._C, "_cuda_getDriverVersion", lambda: LEAST_DRIVER)
+    new = driver() >= LEAST_DRIVER
+    return new and all(torch.cuda.get_device_capability(card) >= (9, 0) for card in cards)
 
 
 OVERLAP: tl.constexpr = tl.constexpr(_is_possible())
@@ -45,13 +49,18 @@ def early() -> dict[str, bool]:
     return {"launch_pdl": True} if OVERLAP.value else {}
 
 
+# Written out, because Triton before 3.4 does not have its functions for these.
+WAIT: tl.constexpr = tl.constexpr("griddepcontrol.wait; // $0")
+LET_BEGIN: tl.constexpr = tl.constexpr("griddepcontrol.launch_dependents; // $0")
+
+
 @triton.jit
 def after_previous():
     """Wait for all that the kernels before this one have written, and let the next one begin."""
     if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+        tl.inline_asm_elementwise(WAIT, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
         # Not earlier: the next kernel may then rely on what was written before this one.
-        tl.extra.cuda.gdc_launch_dependents()
+        tl.inline_asm_elementwise(LET_BEGIN, "=r", [], dtype=tl.int32, is_pure=False, pack=1)
 
 
 @triton.jit
