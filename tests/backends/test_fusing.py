@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cpsbs.backends.triton import fixed_steps, fusing, pool
-from cpsbs.backends.triton.kernels import few_rows
+from cpsbs.backends.triton.kernels import few_rows, tree_attention
 from tests.backends.interpreted import Interpreter, let_the_interpreter_multiply_bfloat16
 from tests.backends.test_fixed_steps import Pair, build, held_by
 from tests.backends.test_workspace import Notes
@@ -50,6 +50,11 @@ def few(device: str, dtype: torch.dtype) -> Any:
     return model.to(device=device, dtype=dtype).eval()
 
 
+together = patch.object(tree_attention, "ENOUGH_PROGRAMS", 0)
+"""Lets a program of the attention handle several rows, however few programs there are then."""
+
+
+@together
 def check_few_rows(device: str = "cpu") -> None:
     """They agree with the ordinary layers to rounding, step after step, and see new weights."""
     let_the_interpreter_multiply_bfloat16()
@@ -146,6 +151,7 @@ def test_all_rows_have_room(rows: int) -> None:
         assert size == 0 or (size >= 16 and size & (size - 1) == 0)
 
 
+@together
 def check_more_rows_than_fit() -> None:
     """Kernels that suit one search may need more memory than there is for another."""
     let_the_interpreter_multiply_bfloat16()
@@ -168,6 +174,7 @@ def check_more_rows_than_fit() -> None:
         large.agree(2, atol=0.02)
 
 
+@together
 def check_fewer_sources() -> None:
     """When sources are dropped, kernels that were not compared are not used."""
     let_the_interpreter_multiply_bfloat16()
@@ -195,6 +202,7 @@ def check_fewer_sources() -> None:
     assert not rows
 
 
+@together
 def check_fusing_is_given_up() -> None:
     """Layers as transformers has them are compared, too, when fused ones are given up."""
     let_the_interpreter_multiply_bfloat16()
