@@ -232,7 +232,12 @@ def main() -> None:
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--batches", nargs="*", default=[], metavar="SIZE", help="own, 64, 8 or 1; default: all"
+        "--batches",
+        nargs="*",
+        choices=[str(size or "own") for place in PLACES.values() for size in place.batches],
+        default=[],
+        metavar="SIZE",
+        help="only batches of these sizes, own, 64, 8 or 1; default: all of the device",
     )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--page", type=Path, help="put the figures into the tables of this page")
@@ -247,7 +252,7 @@ def main() -> None:
         )
         name = f"engines_{arguments.device}"
         given = (arguments.device, texts, references, arguments.sentences, arguments.rounds)
-        results = {name: []}
+        results[name] = []
         results["on"] = machine() | {"sentences": arguments.sentences, "rounds": arguments.rounds}
         for rows in measured(*given, arguments.batches):
             results[name] += rows

@@ -108,9 +108,7 @@ def total(mask: Any, bias: Any, like: Tensor) -> Tensor:
     return added
 
 
-def check_by_table(case: Case, mask: Any, bias: Any, scaling: Any, enough: int = 0) -> None:
-    """By default, programs handle as many rows as they can; with large ``enough``, one each."""
-    from cpsbs.backends.triton.kernels import tree_attention
+def check_by_table(case: Case, mask: Any, bias: Any, scaling: Any, together: bool = True) -> None:
     from cpsbs.backends.triton.kernels.attention import attend_by_table
 
     added = total(mask, bias, case.query)
@@ -123,11 +121,10 @@ def check_by_table(case: Case, mask: Any, bias: Any, scaling: Any, enough: int =
         expected += [exact(case.query[row : row + 1], key[None], value[None], of_row, scaling)]
         cache[:, row, :, upto] = case.new[:, row, :, 0]
     own, new = case.cache.clone(), case.new
-    with patch.object(tree_attention, "ENOUGH_PROGRAMS", enough):
-        found = attend_by_table(
-            *(case.query, (new[0], new[1]), (own[0], own[1]), case.place, case.position),
-            *(mask, bias, scaling, case.window),
-        )
+    found = attend_by_table(
+        *(case.query, (new[0], new[1]), (own[0], own[1]), case.place, case.position),
+        *(mask, bias, scaling, case.window, together),
+    )
     check_close(found, torch.cat(expected), case.query)
     torch.testing.assert_close(own, cache, rtol=0, atol=0, equal_nan=True)
 
@@ -192,7 +189,7 @@ def check_common_past() -> None:
             case.place[:, 1] = case.place[:, 0]  # these two are one hypothesis so far
         mask, bias = case.masks(case.window)[n % 8]
         check_by_table(case, mask, bias, None)
-        check_by_table(case, mask, bias, None, enough=2**20)
+        check_by_table(case, mask, bias, None, together=False)
 
 
 def check_that_nothing_seen_is_finite() -> None:
@@ -214,7 +211,6 @@ def check_that_nothing_seen_is_finite() -> None:
 
 def check_values_that_are_not_finite() -> None:
     """They spread to the hypotheses that refer to them, and to no others of the source."""
-    from cpsbs.backends.triton.kernels import tree_attention
     from cpsbs.backends.triton.kernels.attention import attend_by_table, suits_tree
 
     case = Case(3, 1, 32, [5, 20], torch.float32, "cpu")
@@ -226,8 +222,7 @@ def check_values_that_are_not_finite() -> None:
         if broken:
             new[1, 1] = torch.inf
         table = (case.query, (new[0], new[1]), (cache[0], cache[1]), case.place, position)
-        with patch.object(tree_attention, "ENOUGH_PROGRAMS", 0):
-            found = attend_by_table(*table, None, None, None, 40)
+        found = attend_by_table(*table, None, None, None, 40)
         finite = found.isfinite().all(-1).all(-1).flatten().tolist()
         assert finite == [True, not broken, True, True, True, True]
         position += 1
@@ -271,12 +266,12 @@ def test_rows_are_divided_evenly_among_programs() -> None:
     from cpsbs.backends.triton.kernels import tree_attention as tree
 
     for k, group, width in itertools.product((1, 2, 5, 10, 20, 33), (1, 4, 7, 32), (64, 256)):
-        most = tree.members(k, group, width, tree.ENOUGH_PROGRAMS)
+        most = tree.members(k, group, width)
         programs = -(-k // most)
         assert 1 <= most <= k
         assert most == 1 or most * group <= tree.QUERIES
-        assert programs * most - k < programs  # no program has two rows less than another
-        assert tree.members(k, group, width, 1) == (most if programs >= 256 else 1)
+        assert programs * most - k < most
+        assert most == -(-k // programs)  # fewer for each would be more programs
 
 
 @pytest.mark.parametrize(

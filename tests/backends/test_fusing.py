@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cpsbs.backends.triton import fixed_steps, fusing, pool
-from cpsbs.backends.triton.kernels import few_rows, tree_attention
+from cpsbs.backends.triton import fixed_steps, fusing, pool, prefilled
+from cpsbs.backends.triton.kernels import few_rows
+from cpsbs.backends.triton.workspace import Shape
 from tests.backends.interpreted import Interpreter, let_the_interpreter_multiply_bfloat16
 from tests.backends.test_fixed_steps import Pair, build, held_by
 from tests.backends.test_workspace import Notes
@@ -42,7 +44,7 @@ def check_wrong_layers() -> None:
 def few(device: str, dtype: torch.dtype) -> Any:
     """A model whose layers are six launches, for few rows."""
     config = LlamaConfig(
-        vocab_size=30, hidden_size=64, intermediate_size=128, num_hidden_layers=3,
+        vocab_size=30, hidden_size=128, intermediate_size=128, num_hidden_layers=3,
         num_attention_heads=4, num_key_value_heads=2, head_dim=32, max_position_embeddings=64,
         eos_token_id=1, pad_token_id=0, bos_token_id=2, initializer_range=0.1,
     )  # fmt: skip
@@ -50,7 +52,7 @@ def few(device: str, dtype: torch.dtype) -> Any:
     return model.to(device=device, dtype=dtype).eval()
 
 
-together = patch.object(tree_attention, "ENOUGH_PROGRAMS", 0)
+together = patch.object(prefilled, "ENOUGH_HEADS", 0)
 """Lets a program of the attention handle several rows, however few programs there are then."""
 
 
@@ -141,6 +143,21 @@ def test_every_input_is_in_one_part(
     assert matrices == 1 or cut.parts == 1
     assert cut.width % few_rows.WIDTH == 0
     assert 0 < cut.width <= few_rows.MOST_COLUMNS // matrices
+
+
+def test_searches_with_other_kernels_are_told_apart() -> None:
+    """Otherwise some would be taken for compared."""
+    shape = Shape(
+        sources=1, k=10, capacity=64, states=(6, 2, 32), cross=(0, 0, 0), source_length=0, hidden=0,
+        dtype=torch.float16, device=torch.device("cpu"), stream=0, own_positions=True,
+        together=False,
+    )  # fmt: skip
+    few_sources = [replace(shape, sources=n) for n in range(1, 14)]
+    assert len({pool.kernels_for(own, fuses=True) for own in few_sources}) == 13
+    assert len({pool.kernels_for(own, fuses=False) for own in few_sources}) == 1
+    together = replace(shape, together=True)
+    assert pool.kernels_for(together, fuses=False) != pool.kernels_for(shape, fuses=False)
+    assert pool.MANY_ROWS == few_rows.MOST_ROWS + 1
 
 
 @pytest.mark.parametrize("rows", range(1, 129))
@@ -244,7 +261,7 @@ def check_other_threads() -> None:
     own = pool.pool_of(model)
     own.forget_if_changed(model)
     assert own.fuses
-    own.verified.add((4, 16, True))
+    own.verified.add((4, 16, True, False))
     with fusing.fused_layers(model):
         assert "forward" in vars(model.model.layers[0])
         own.forget_if_changed(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,18 +45,24 @@ def test_they_compile(name: str) -> None:
 
 
 def test_kernels_that_are_launched_early_wait(tmp_path: Path) -> None:
-    """In a process that finds a card of compute capability 9.0, and compiles for it."""
+    """In a process that finds a card of compute capability 9.0, and compiles for it.
+
+    Before they wait they write nothing. Attention reads what is older than the kernel before it,
+    and the others read nothing.
+    """
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", EARLY], env=environment, text=True, timeout=600,
                           stdout=subprocess.PIPE, check=True)  # fmt: skip
-    waits = dict(line.split() for line in done.stdout.splitlines())
+    found = {name: counts for name, *counts in map(str.split, done.stdout.splitlines())}
     kernels = compiling.kernels_there_are()
-    assert set(waits) == {name for name, kernel in kernels.items() if "after_prev" in kernel.src}
+    assert set(found) == {name for name, kernel in kernels.items() if "after_prev" in kernel.src}
     options = {option.name for option in fields(CUDAOptions)}
-    assert set(waits.values()) == {"2" if "launch_pdl" in options else "0"}
-    for name in waits:
-        before, _, _ = kernels[name].src.partition("after_previous()")
-        assert "tl.store" not in before
+    for name, (waits, writes, reads) in found.items():
+        assert waits == ("2" if "launch_pdl" in options else "0"), name
+        assert writes == "0", name
+        assert reads == "0" or name == "tree_attention.attend", name
+    _, early, _ = kernels["tree_attention.attend"].src.split("after_previous()")
+    assert set(re.findall(r"tl\.load\((\w+)", early)) == {"position", "table"}
 
 
 EARLY = """
@@ -68,8 +75,11 @@ torch.cuda.get_device_capability = lambda card: (9, 0)
 from tests.backends import compiling
 
 for name in ("few_rows._finish", "few_rows._gated", "few_rows._parts", "tree_attention.attend"):
-    for text in compiling.compile_kernel(name)[-1:]:
-        print(name, text.count("griddepcontrol"))
+    text = compiling.compile_kernel(name)[-1]
+    before, wait, _ = text.partition("griddepcontrol.wait")
+    before = before if wait else ""
+    reads = before.count("ld.global") + before.count("cp.async")
+    print(name, text.count("griddepcontrol"), before.count("st.global"), reads)
 """
 
 

@@ -19,9 +19,13 @@ from cpsbs.search.settings import SearchSettings
 
 triton: Any = pytest.importorskip("triton")
 
+from cpsbs.backends.triton import kernels  # noqa: E402
 from cpsbs.backends.triton.backend import TRITON  # noqa: E402
 from cpsbs.backends.triton.kernels import launching, numbers, poisson, reading  # noqa: E402
+from cpsbs.backends.triton.workspace import Workspace  # noqa: E402
 from cpsbs.conditional_poisson import bernoulli_sum  # noqa: E402
+from tests.backends.test_fixed_steps import Pair, build  # noqa: E402
+from tests.backends.test_fusing import few  # noqa: E402
 
 CPU = torch.device("cpu")
 
@@ -180,3 +184,37 @@ def test_designs_that_take_what_kernels_wrote_are_refused() -> None:
     take = step("independent")
     with pytest.raises(launching.NotWrittenError), launching.compiling_only():
         take()
+
+
+@pytest.mark.parametrize("name", ["llama", "marian", "gpt2"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_kernels_of_a_models_step_are_compiled_side_by_side(
+    name: str, fails: bool, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing else changes, whether that fails or not."""
+    monkeypatch.setattr(kernels, "usable", lambda device: True)
+    model = few("cpu", torch.float16) if name == "llama" else build(name, dtype=torch.float32)
+    changed = list[str]()
+
+    def record(self: Workspace, model: Any, window: int, strict: bool) -> None:
+        self._before = self.clock.position.clone()
+        kept = ("parent", "token", "limit", "offset", "place", "mask", "states", "cross")
+        before = {name: getattr(self, name).clone() for name in kept}
+        if fails:  # after the first of two runs
+            monkeypatch.setattr(self.logits, "keep", _raise)
+        self._compile(model, window)
+        changed.extend(n for n, x in before.items() if not torch.equal(x, getattr(self, n)))
+        assert torch.equal(self.clock.position, self._before)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(Workspace, "_record", record)
+    with torch.no_grad():
+        assert not Pair(model, k=3).fix(8)
+    assert "_advance" in compiled
+    assert "attend" in compiled or "own" in compiled
+    assert ("_parts" in compiled) == (name == "llama")
+    assert not changed
+
+
+def _raise(logits: Any) -> None:
+    raise RuntimeError("the logits are not kept")

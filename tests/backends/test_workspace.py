@@ -319,7 +319,7 @@ def test_a_change_of_the_model_is_noticed() -> None:
     def changes() -> bool:
         pool.forget_if_changed(model)
         was = bool(pool.verified)
-        pool.verified.add((1, 1, False))
+        pool.verified.add((1, 1, False, False))
         return not was
 
     assert changes()

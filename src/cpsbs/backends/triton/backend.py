@@ -57,8 +57,8 @@ class TritonBackend(Backend):
     def chunk_length(self, least: int, parents: int, tokens: int, terms: int) -> int:
         """Return a power of two such that the chunks of a source fit into a few blocks.
 
-        Longer chunks, and fewer of them, are faster than ``least`` says, above all for designs with
-        one power sum, which look into K chunks only.
+        Chunks that are longer than ``least``, and so fewer of them, are faster, above all for
+        designs with one power sum, which look into K chunks only.
         """
         least = max(least, 64, parents * tokens // 2**16)
         length = 1 << (least - 1).bit_length()

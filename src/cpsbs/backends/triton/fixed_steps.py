@@ -178,6 +178,7 @@ class FixedShapeSteps:
             sources=shape.sources,
             capacity=shape.capacity,
             source_length=shape.source_length,
+            together=shape.together,
             fuses=shape.fuses,
         )
         fits = state.length + self._steps <= shape.capacity

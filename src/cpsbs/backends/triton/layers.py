@@ -100,10 +100,12 @@ class FixedRowLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
 class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
     """Keys and values [rows, heads, capacity, dim], found by the table [sources, K, capacity]."""
 
-    def __init__(self, keys: Tensor, values: Tensor, clock: Clock, place: Tensor) -> None:
+    def __init__(
+        self, keys: Tensor, values: Tensor, clock: Clock, place: Tensor, together: bool
+    ) -> None:
         keys_shown, values_shown = _placeholder(keys.shape, keys), _placeholder(keys.shape, keys)
         super().__init__(keys_shown, values_shown, clock)
-        self._cache, self._place = (keys, values), place
+        self._cache, self._place, self._together = (keys, values), place, together
         self.begin()
 
     def begin(self) -> None:
@@ -139,7 +141,8 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
             return None
         self._read, self._new, self._shown = self._read + 1, None, (None, None)
         return attend_by_table(
-            query, new, cache, self._place, clock.position, mask, bias, scaling, clock.window
+            *(query, new, cache, self._place, clock.position),
+            *(mask, bias, scaling, clock.window, self._together),
         )
 
     def attend_to_parts(
@@ -169,7 +172,9 @@ class TableLayer(RowLayer):  # type: ignore[no-untyped-call, unused-ignore]
         query, key, value = torch.split(every, [heads, shared, shared], dim=1)
         found = attend_in_tree(
             *(query, (key, value), cache, self._place, clock.position),
-            *(mask, None, scaling, parts, angles),
+            *(mask, None, scaling, self._together),
+            parts=parts,
+            angles=angles,
         )
         if found is not None:
             self._given, self._read = self._given + 1, self._read + 1

@@ -12,11 +12,12 @@ from cpsbs.backends.triton.kept import Shelf, most_kept, trim
 from cpsbs.backends.triton.layers import table_is_possible
 from cpsbs.backends.triton.workspace import Shape, Workspace
 
-MANY_ROWS = 256
-"""With more than half as many rows, fused layers choose the same kernels for any number of them."""
+MANY_ROWS = 129
+"""Fused layers choose the same kernels for any number of rows from this one on."""
 
-Kernels = tuple[int, int, bool]
-"""What the choice of kernels depends on: K, up to how many rows, and whether layers are fused."""
+Kernels = tuple[int, int, bool, bool]
+"""What the choice of kernels depends on: K, the rows and whether layers are fused, and whether a
+program of the attention handles several rows."""
 
 
 class Lease:
@@ -93,8 +94,8 @@ class Pool:
 
 def kernels_for(shape: Shape, fuses: bool) -> Kernels:
     """Return what the choice of kernels for a workspace depends on."""
-    rows = shape.sources * shape.k
-    return shape.k, min(1 << (rows - 1).bit_length(), MANY_ROWS) if fuses else MANY_ROWS, fuses
+    rows = min(shape.sources * shape.k, MANY_ROWS) if fuses else MANY_ROWS
+    return shape.k, rows, fuses, shape.together
 
 
 def pool_of(model: Any) -> Pool:

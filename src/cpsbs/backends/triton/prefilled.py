@@ -22,6 +22,11 @@ UNDERSTOOD = {
 """Inputs of a model whose part in a step is known here."""
 
 
+ENOUGH_HEADS = 128
+"""With fewer heads in all sources together, a program of the attention handles a single row: there
+would be too few programs that handle several to keep a card busy."""
+
+
 class NotPossibleError(Exception):
     """Says why this search cannot have steps of fixed shape."""
 
@@ -114,6 +119,7 @@ class PrefilledState:
             device=self.device,
             stream=torch.cuda.current_stream(self.device).cuda_stream if cuda else 0,
             own_positions=own_positions,
+            together=self.sources * self.states[0].shape[1] >= ENOUGH_HEADS,
         )
 
 

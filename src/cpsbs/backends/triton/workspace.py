@@ -50,6 +50,8 @@ class Shape:
     """The CUDA stream that the buffers are used on, where nothing uses them at the same time"""
     own_positions: bool
     """Whether the model is told a position for each row, or one for all of them"""
+    together: bool
+    """Whether a program of the attention handles several rows of a source"""
     fuses: bool = False
     """Whether known layers of the model compute with fewer launches (``fusing``)"""
 
@@ -102,7 +104,8 @@ class Workspace:
         layers: list[Any]
         fixed: list[Any]
         if self.by_table:
-            layers = [TableLayer(*pair, clock, self.place) for pair in own]
+            together = self.shape.together
+            layers = [TableLayer(*pair, clock, self.place, together) for pair in own]
             fixed = [SharedLayer(*pair, clock, self.shape.k) for pair in cross]
             self.held = layers + fixed
         else:

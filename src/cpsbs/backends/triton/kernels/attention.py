@@ -30,7 +30,7 @@ WARPS = {False: 1, True: 2}
 """… and its warps. For one query, many small programs hide each other's latency best."""
 
 _TOO_LARGE: dict[tuple[Any, ...], int] = {}
-"""The smallest of ``tree_attention.BLOCKS`` that did not fit"""
+"""The smallest of ``tree_attention.BLOCKS`` that did not fit, for each kind of launch"""
 
 QUERIES = 16
 """Queries of a program that share keys: tensor cores multiply at least 16 rows."""
@@ -46,6 +46,7 @@ def attend_by_table(
     bias: Tensor | None = None,
     scaling: float | None = None,
     window: int | None = None,
+    together: bool = True,
 ) -> Tensor:
     """Attend from the new token of each row to its past and itself; return [rows, 1, heads, dim].
 
@@ -60,13 +61,14 @@ def attend_by_table(
         bias: what else is added, in the same shapes.
         scaling: the factor of the products; by default 1/√dim.
         window: a number above all positions that the host knows; by default the capacity.
+        together: whether a program may handle several rows of a source.
     """
     rows, heads, _, dim = query.shape
     kv_heads, capacity = cache[0].shape[1:3]
     window = capacity if window is None else window
     group = heads // kv_heads
     if suits_tree(group, dim, query.dtype):
-        found = attend_in_tree(query, new, cache, place, position, mask, bias, scaling)
+        found = attend_in_tree(query, new, cache, place, position, mask, bias, scaling, together)
         if found is not None:
             return found
     out = torch.empty((rows, 1, heads, dim), dtype=query.dtype, device=query.device)
@@ -100,6 +102,7 @@ def attend_in_tree(
     mask: Tensor | None = None,
     bias: Tensor | None = None,
     scaling: float | None = None,
+    together: bool = True,
     parts: Tensor | None = None,
     angles: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
@@ -116,6 +119,7 @@ def attend_in_tree(
         mask: what is added to the scores.
         bias: what else is added.
         scaling: the factor of the products.
+        together: whether a program may handle several rows of a source.
         parts: [n, …] numbers of which ``query`` and ``new`` are views of the first part. They are
             sums over all parts.
         angles: cosines and sines [rows or 1, dim] of a rotation of queries and new keys.
@@ -125,7 +129,7 @@ def attend_in_tree(
     kv_heads, dtype = cache[0].shape[1], cache[0].dtype
     group = heads // kv_heads
     width = dim * dtype.itemsize
-    members = tree.members(k, group, width, sources * kv_heads)
+    members = tree.members(k, group, width) if together else 1
     out = torch.empty((rows, 1, heads, dim), dtype=dtype, device=query.device)
     if parts is None:
         query, new = _dense(query), (_dense(new[0]), _dense(new[1]))
@@ -134,10 +138,10 @@ def attend_in_tree(
     queries = max(tree.QUERIES, triton.next_power_of_2(members * group))
     count = 1 if parts is None else len(parts)
     kind = (query.device, dtype, dim, group, members, count, mask is None, bias is None)
-    programs = sources * triton.cdiv(k, members)
+    grid = sources * triton.cdiv(k, members), kv_heads
     for block in _blocks(kind, tree.blocks(width)):
         try:
-            tree.attend[(programs, kv_heads)](
+            tree.attend[grid](
                 *(out, query, query.stride(0), query.stride(1)),
                 *(k_new, k_new.stride(0), k_new.stride(1)),
                 *(v_new, v_new.stride(0), v_new.stride(1)),

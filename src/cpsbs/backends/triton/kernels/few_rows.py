@@ -24,7 +24,7 @@ MOST_ROWS = 128
 """The most rows for which these kernels are made: a program holds results of all rows."""
 
 PROGRAMS, SHARED = 132, 227 * 1024
-"""Multiprocessors, and the bytes of shared memory of each, where the card does not tell"""
+"""Multiprocessors, and the bytes of shared memory of a program, where there is no card to tell"""
 
 DEPTH, MOST_STAGES = 64, 8
 """Inputs that a program multiplies at a time, and how many times as many are on their way."""
@@ -38,8 +38,8 @@ MOST_PARTS = 16
 
 READ_BY_A_PROGRAM, READ_BY_ALL, WRITTEN_BY_A_PROGRAM, START = 70_000, 3_800_000, 24_000, 2.0
 """Bytes a microsecond, and the microseconds before the first of them, by which ``best_cut``
-compares cuts. On an H200 products take within a quarter of what follows from these, and the chosen
-cut is among the fastest (``python -m benchmarks.tuning products``)."""
+compares cuts. They are fitted to what ``python -m benchmarks.tuning products`` measures on an H200.
+"""
 
 COLUMNS_OF_A_WARP = 32
 """Outputs for each warp of a program"""
@@ -253,9 +253,8 @@ class _Card:
     def of(device: torch.device) -> _Card:
         if device.type != "cuda":
             return _Card(PROGRAMS, SHARED)
-        found = torch.cuda.get_device_properties(device)
-        shared = getattr(found, "shared_memory_per_block_optin", SHARED)
-        return _Card(found.multi_processor_count, shared)
+        found = triton.runtime.driver.active.utils.get_device_properties(device.index)
+        return _Card(found["multiprocessor_count"], found["max_shared_mem"])
 
 
 def _sizes(rows: int, width: int, matrices: int, shared: int) -> dict[str, int]:

@@ -69,7 +69,7 @@ def compiling_only(indices: bool = False) -> Iterator[None]:
     What the kernels would have written is zero.
 
     Args:
-        indices: whether operations may be given indices, because no kernel has written these.
+        indices: allow operations that take indices. No kernel may have written these.
 
     Raises:
         NotWrittenError: if an operation is given indices, which may be wrong.

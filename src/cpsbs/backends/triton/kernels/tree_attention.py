@@ -1,11 +1,11 @@
-"""Attention to the past of a few rows of a source together, which are leaves of one tree.
+"""Attention to the past of one or a few rows of a source, which are leaves of one tree.
 
-Near the root the rows have their past in common: it is read once for all of them. Behind the last
-position that they share, a program reads some positions of each row at a time, finds their keys
-through the table, and multiplies them with the queries of all its rows: tensor cores do that for 16
-queries in no more time than for one. Only products of a row with its own past count. A program has
-few rows, so that there are many programs, and each has few positions to go through one after
-another however early its hypotheses parted.
+Near the root the rows of a program have their past in common: it is read once for them. Behind the
+last position that they share, a program reads some positions of each row at a time, finds their
+keys through the table, and multiplies them with the queries of all its rows: tensor cores do that
+for 16 queries in no more time than for one. Only products of a row with its own past count. Where
+there are few sources and heads, a program has a single row, so that there are many programs, and
+each has few positions to go through one after another.
 """
 
 from __future__ import annotations
@@ -28,22 +28,18 @@ WARPS = 4
 MOST_MEMBERS, MOST_WIDE_MEMBERS, QUERIES = 16, 8, 16
 """The most rows that a program handles, as long as these have no more queries that share keys."""
 
-ENOUGH_PROGRAMS = 256
-"""With fewer programs than these, every row has its own: nothing is gained by reading less."""
 
-
-def members(k: int, group: int, width: int, heads: int) -> int:
-    """Return how many of K rows a program handles.
+def members(k: int, group: int, width: int) -> int:
+    """Return how many of K rows a program handles, divided evenly among as few as possible.
 
     Args:
-        k: the rows of a source; they are divided evenly among as few programs as possible.
+        k: the rows of a source.
         group: the queries of a row that share keys.
         width: the bytes of a head.
-        heads: the heads of all sources that have keys of their own.
     """
     most = MOST_MEMBERS if width <= WIDE else MOST_WIDE_MEMBERS
     programs = -(-k // max(1, min(most, QUERIES // group)))
-    return -(-k // programs) if programs * heads >= ENOUGH_PROGRAMS else 1
+    return -(-k // programs)
 
 
 def most_group(dim: int, itemsize: int) -> int:
