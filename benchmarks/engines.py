@@ -231,14 +231,6 @@ def main() -> None:
         "--sentences", type=int, default=3003, help="translate this many, evenly spread"
     )
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument(
-        "--batches",
-        nargs="*",
-        choices=[str(size or "own") for place in PLACES.values() for size in place.batches],
-        default=[],
-        metavar="SIZE",
-        help="only batches of these sizes, own, 64, 8 or 1; default: all of the device",
-    )
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     parser.add_argument("--page", type=Path, help="put the figures into the tables of this page")
     arguments = parser.parse_args()
@@ -254,7 +246,7 @@ def main() -> None:
         given = (arguments.device, texts, references, arguments.sentences, arguments.rounds)
         results[name] = []
         results["on"] = machine() | {"sentences": arguments.sentences, "rounds": arguments.rounds}
-        for rows in measured(*given, arguments.batches):
+        for rows in measured(*given):
             results[name] += rows
             if arguments.json:  # a run that is cut off has what it has measured
                 write(arguments.json, results)
@@ -266,17 +258,12 @@ def main() -> None:
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
-    """Write JSON."""
+    """Write results to a file, as JSON."""
     path.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 
 def measured(
-    device: str,
-    texts: list[str],
-    references: list[str],
-    sentences: int,
-    rounds: int,
-    wanted: list[str],
+    device: str, texts: list[str], references: list[str], sentences: int, rounds: int
 ) -> Iterator[list[Row]]:
     """Yield the rows of each batch size; small batches translate fewer sentences."""
     place = PLACES[device]
@@ -297,11 +284,9 @@ def measured(
                 )
             torch.set_num_threads(threads)
         for batch, fewer in place.batches.items():
-            name = str(batch or "own")
-            if name in wanted or not wanted:
-                step = max(1, round(len(texts) * fewer / sentences))
-                every = engines(place, models, translators, batch)
-                yield compared(place, every, name, texts[::step], references[::step], rounds)
+            step = max(1, round(len(texts) * fewer / sentences))
+            given = (engines(place, models, translators, batch), str(batch or "own"))
+            yield compared(place, *given, texts[::step], references[::step], rounds)
 
 
 if __name__ == "__main__":

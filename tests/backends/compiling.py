@@ -47,7 +47,7 @@ TREE = HALF | {
     "MEMBERS": 4,
     "PADDED": 4,
     "HALF": 32,
-    "BLOCK": 128,
+    "BLOCK": 64,
     "PARTS": 1,
     "EARLY": False,
 }

@@ -79,7 +79,7 @@ class RowLayer(CacheLayerMixin):  # type: ignore[misc, no-untyped-call, unused-i
         return position.repeat_interleave(rows // len(position), output_size=rows)[:, None]
 
     def get_max_length(self) -> int:
-        """Return the capacity."""
+        """Return how many tokens of a row there is room for."""
         return int(self.keys.shape[2])
 
     get_max_cache_shape = get_max_length

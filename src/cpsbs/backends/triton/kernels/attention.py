@@ -29,9 +29,6 @@ and with several (True), which tensor cores multiply …"""
 WARPS = {False: 1, True: 2}
 """… and its warps. For one query, many small programs hide each other's latency best."""
 
-_TOO_LARGE: dict[tuple[Any, ...], int] = {}
-"""The smallest of ``tree_attention.BLOCKS`` that did not fit, for each kind of launch"""
-
 QUERIES = 16
 """Queries of a program that share keys: tensor cores multiply at least 16 rows."""
 
@@ -137,33 +134,24 @@ def attend_in_tree(
     cos, sin = (None, None) if angles is None else angles
     queries = max(tree.QUERIES, triton.next_power_of_2(members * group))
     count = 1 if parts is None else len(parts)
-    kind = (query.device, dtype, dim, group, members, count, mask is None, bias is None)
-    grid = sources * triton.cdiv(k, members), kv_heads
-    for block in _blocks(kind, tree.blocks(width)):
-        try:
-            tree.attend[grid](
-                *(out, query, query.stride(0), query.stride(1)),
-                *(k_new, k_new.stride(0), k_new.stride(1)),
-                *(v_new, v_new.stride(0), v_new.stride(1)),
-                *(0 if parts is None else parts.stride(0), cos, sin),
-                *(0 if cos is None or len(cos) == 1 else cos.stride(0), *cache, place, position),
-                *_added(mask, rows, heads), *_added(bias, rows, heads),
-                *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
-                GROUP=group, QUERIES=queries, MEMBERS=members,
-                PADDED=triton.next_power_of_2(members),
-                HALF=dim // 2, BLOCK=block, PARTS=count, EARLY=parts is not None,
-                num_warps=tree.WARPS, **({} if parts is None else early()),
-            )  # fmt: skip
-        except OutOfResources:  # it was not launched
-            _TOO_LARGE[kind] = block
-        else:
-            return out
-    return None
-
-
-def _blocks(kind: tuple[Any, ...], wanted: tuple[int, ...]) -> list[int]:
-    """Return the sizes to try: the wanted ones, without those that did not fit."""
-    return [block for block in wanted if block < _TOO_LARGE.get(kind, block + 1)]
+    try:
+        tree.attend[(sources * triton.cdiv(k, members), kv_heads)](
+            *(out, query, query.stride(0), query.stride(1)),
+            *(k_new, k_new.stride(0), k_new.stride(1)),
+            *(v_new, v_new.stride(0), v_new.stride(1)),
+            *(0 if parts is None else parts.stride(0), cos, sin),
+            *(0 if cos is None or len(cos) == 1 else cos.stride(0), *cache, place, position),
+            *_added(mask, rows, heads), *_added(bias, rows, heads),
+            *(k, capacity, float(dim**-0.5 if scaling is None else scaling)),
+            GROUP=group, QUERIES=queries, MEMBERS=members,
+            PADDED=triton.next_power_of_2(members), HALF=dim // 2,
+            BLOCK=tree.BLOCK if width <= tree.WIDE else tree.WIDE_BLOCK,
+            PARTS=count, EARLY=parts is not None,
+            num_warps=tree.WARPS, **({} if parts is None else early()),
+        )  # fmt: skip
+    except OutOfResources:  # it was not launched
+        return None
+    return out
 
 
 def attend_shared(

@@ -6,8 +6,8 @@ has ended: it starts as soon as all programs of that one have called ``after_pre
 ended, and waits in its own call until all that was written before can be read. What it does above
 that call may only depend on what was written before its predecessor began.
 
-Only kernels in which every program has little to do before its first load gain by it. The others
-are launched as usual: their programs would only take the place of those that still run.
+The kernels of a Llama's layers gain by it. Selections and Marian's steps did not when it was tried,
+so that their kernels are launched as usual.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ THREADS = 128
 """The threads of a program that reads"""
 
 LOG2_E = 1 / math.log(2)
+"""log₂ e: a GPU computes powers of two"""
 
 RUNS = 4
 """A chunk is read in so many runs, by the same threads."""

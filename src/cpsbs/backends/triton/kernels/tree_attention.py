@@ -17,11 +17,11 @@ from cpsbs.backends.triton.kernels.attention_programs import blend, plus, weight
 from cpsbs.backends.triton.kernels.launching import kernel
 from cpsbs.backends.triton.kernels.overlap import after_previous, prefetch
 
-BLOCKS = (64, 32)
-"""Keys that a program multiplies at a time: the first of these for which it has enough memory."""
+BLOCK, WIDE_BLOCK = 64, 32
+"""Keys that a program multiplies at a time, and the same for wide heads"""
 
 WIDE = 128
-"""With more bytes in a head, a program has registers for fewer keys and rows."""
+"""Heads of more bytes are wide: a program has registers for fewer of their keys, and fewer rows."""
 
 WARPS = 4
 
@@ -52,11 +52,6 @@ def most_group(dim: int, itemsize: int) -> int:
     if itemsize > 2:
         return 16
     return 64 if dim <= 64 else 32
-
-
-def blocks(width: int) -> tuple[int, ...]:
-    """Return which of ``BLOCKS`` to try, for heads of so many bytes."""
-    return BLOCKS if width <= WIDE else BLOCKS[1:]
 
 
 SCANNED: tl.constexpr = tl.constexpr(256)
@@ -128,8 +123,9 @@ def attend(
     """Program (MEMBERS rows, kv head): attend from their GROUP queries each; write the new keys.
 
     Queries, new keys and new values are sums of PARTS numbers, ``step`` apart. They are rotated if
-    there are cosines. If EARLY, only these were written by the kernel before this one, so that the
-    table and the cache can be looked at meanwhile.
+    there are cosines. PADDED is a power of two, at least MEMBERS. If EARLY, the kernel before this
+    one writes nothing but these numbers, so that the table can be read meanwhile, and keys and
+    values can be fetched into the card's cache.
     """
     if not EARLY:
         after_previous()
